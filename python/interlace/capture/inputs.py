@@ -60,8 +60,8 @@ def leaves(batch: Any, path: Path = (), objects: bool = True) -> list[tuple[Path
 
 
 def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any:
-    """A copy of the batch's containers, with the leaves at the given paths replaced."""
-    children = _children(batch)
+    """A copy of the batch's containers, with what is at the given paths replaced."""
+    children = _children(batch) if path not in replacement else None
     if children is None:
         return replacement.get(path, batch)
     new = [(key, rebuild(child, replacement, (*path, key))) for key, child in children]
@@ -127,8 +127,8 @@ class InputSpec:
                 raise CaptureError(f"two entries of the batch are both called '{name}'; rename one of the keys")
         if not tensors:
             raise CaptureError(
-                f"the example batch, a {type(batch).__name__}, holds no tensor in dicts, lists, tuples, dataclasses or attributes; pass a batch "
-                "as the training loop would"
+                f"the example batch, a {type(batch).__name__}, holds no tensor in dicts, lists, tuples, dataclasses or attributes; pass a "
+                "batch as the training loop would"
             )
         return InputSpec(tuple(tensors), tuple(constants))
 

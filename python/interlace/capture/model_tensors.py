@@ -135,7 +135,9 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
         owners[key] = p
     for b in tensors:
         if b.real.layout != torch.strided:
-            raise CaptureError(f"'{b.name}' is a {b.real.layout} tensor; keep it dense (.to_dense()), or its indices and values as two tensors")
+            raise CaptureError(
+                f"'{b.name}' is a {b.real.layout} tensor; keep it dense (.to_dense()), or its indices and values as two tensors"
+            )
         if b.kind != "param" and not b.real.is_meta and b.real.numel():
             owner = owners.get(b.real.untyped_storage()._cdata)
             if owner is not None:

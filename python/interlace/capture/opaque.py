@@ -250,7 +250,8 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
             OpaqueCall(
                 key=f"{path}@{len(calls)}" if calls else path, path=path, why=why, training=flags_of(module),
                 call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in tensor_leaves((args, kwargs))],
-                params=list(params), buffers=list(before), changed=[n for n, b in tensors_of(module, model)[1].items() if not torch.equal(b, before[n])],
+                params=list(params), buffers=list(before),
+                changed=[n for n, b in tensors_of(module, model)[1].items() if not torch.equal(b, before[n])],
                 result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in tensor_leaves(result)],
                 random=stateful or not torch.equal(state, torch.random.get_rng_state()), stateful=stateful,
             )

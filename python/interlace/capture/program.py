@@ -54,6 +54,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
     fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS, numbers: Collection[str] = (),
     watch: Watch | None = None, values: Mapping[int, Tensor] | None = None, undecided: Collection[str] = (),
+    trained: Collection[str] = (),
 ) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -65,7 +66,8 @@ def capture(
     run in another precision than that of its parameters. `numbers`: places of numbers (see watch.py) that become buffers of the
     program, by their names. `watch`: of the model and loss function as they are, made here when not given.
     `values`: of parameters on meta, by their ids, for the real run that opaque modules are learnt from. `undecided`: places ("net.py:12")
-    where Python may not read the example batch.
+    where Python may not read the example batch. `trained`: parameters, by name, that are trained with a gradient of zeros where the loss does
+    not depend on them; the text says so in a line `meta unused`, and whoever runs it leaves them as they were.
 
     Where Python branches on the batch the program is that of the example, and holds for batches that take the same ways (`ways`, see
     ways.py): whoever runs it looks.
@@ -87,7 +89,7 @@ def capture(
         trace = None
         while trace is None:
             try:
-                trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+                trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
             except FrozenWritten as e:
                 count_as_buffers(model, e.names)
                 tensors = collect(model)
@@ -119,13 +121,13 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
 def _traced(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str],
+    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
 ) -> Trace:  # fmt: skip
     """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
-        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
     with regions_opened() as opened:
-        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
     if opened:
         return trace
 
@@ -133,13 +135,13 @@ def _traced(
         with torch.autocast("cpu"):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
 
 
 def _whole(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str],
+    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
 ) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
@@ -148,7 +150,7 @@ def _whole(
     while True:
 
         def trace() -> Trace:
-            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided)  # noqa: B023
+            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained)  # noqa: B023
 
         found = trace()
         try:

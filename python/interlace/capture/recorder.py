@@ -33,6 +33,7 @@ from interlace.capture.functional import OpInfo, corrected, draws, functional_ar
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.sites import Sites
 from interlace.capture.sized import Sized
+from interlace.capture.storages import Entry, Storage
 from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 
@@ -40,25 +41,6 @@ aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 _COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}  # views by a bit of the tensor alone
 Tensor = torch.Tensor
-
-
-class Storage:
-    """The current root value of a fake storage, and the root's geometry."""
-
-    __slots__ = ("dtype", "root", "size", "stride", "version")
-
-    def __init__(self, root: int, t: Tensor) -> None:
-        self.root, self.version = root, 0
-        self.dtype, self.size, self.stride = t.dtype, tuple(t.shape), t.stride()
-
-
-class Entry:
-    """A tensor seen so far. Holding the tensor keeps its id and its storage's id from being used again."""
-
-    __slots__ = ("storage", "tensor", "value", "version")
-
-    def __init__(self, value: int, storage: Storage, tensor: Tensor) -> None:
-        self.value, self.storage, self.version, self.tensor = value, storage, storage.version, tensor
 
 
 class Recorder(TorchDispatchMode):
@@ -69,17 +51,15 @@ class Recorder(TorchDispatchMode):
         self.fakes, self.sites, self.dims, self.constants, self.ways = fakes, sites, dims, constants, ways
         self._sized = Sized(self)
         self.lines: list[str] = []
-        self.part = "fwd"
-        self.num_ops = 0
+        self.part, self.num_ops = "fwd", 0
         self.calls: dict[Any, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator and dtypes, with fakes
         self.tags: dict[Any, str] = {}  # of these calls
         self._lift_real = lift  # turns a tensor that is not the model's into a fake that it has declared
         self._entries: dict[int, Entry] = {}
         self._storages: dict[int, Storage] = {}
-        self.next_value = 0
+        self.next_value = self._next_stream = 0
         self._numbers: dict[tuple[complex, torch.dtype], Tensor] = {}
-        self.declared: set[int] = set()  # ids of the fakes that exist before the program
-        self._next_stream = 0
+        self.declared: set[int] = set()  # ids of what exists before the program
 
     # ---- values ----
 
@@ -117,10 +97,11 @@ class Recorder(TorchDispatchMode):
         return self._storages.get(t.untyped_storage()._cdata) is not self._entries[id(t)].storage
 
     def was_written(self, t: Tensor) -> bool:
-        return self._entries[id(t)].storage.version > 0
+        return self.moved(t) or self._entries[id(t)].storage.version > 0
 
-    def root_of(self, t: Tensor) -> int:
-        return self._entries[id(t)].storage.root
+    def next_of(self, t: Tensor) -> int:
+        """The value of what was written."""
+        return self.value_of(t) if self.moved(t) else self._entries[id(t)].storage.root
 
     def _own(self, t: Tensor) -> int:
         value = self.next_value
@@ -260,8 +241,7 @@ class Recorder(TorchDispatchMode):
 
     def _complex(self, number: complex, beside: tuple[torch.dtype, ...]) -> Tensor:
         """A number that the text has no literal for, as precise as what it is computed with."""
-        single = beside and not {torch.float64, torch.complex128}.intersection(beside)
-        dtype = torch.complex64 if single else torch.complex128
+        dtype = torch.complex128 if not beside or {torch.float64, torch.complex128}.intersection(beside) else torch.complex64
         with _disable_current_modes():
             return self._numbers.setdefault((number, dtype), torch.tensor(number, dtype=dtype))
 

@@ -55,8 +55,10 @@ class Trace:
     def __init__(
         self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
         opaque_calls: dict[str, list[OpaqueCall]], casts: Casts, example: Any = None, undecided: Collection[str] = (),
+        trained: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """`example`: the batch whose ways (ways.py) are taken, but at places that are `undecided`; None: Python may read none."""
+        """`example`: the batch whose ways (ways.py) are taken, but at places that are `undecided`; None: Python may read none. `trained`:
+        names of parameters that get a gradient of zeros where they have none."""
         self.opaque_calls, self.casts = opaque_calls, casts
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
@@ -79,6 +81,9 @@ class Trace:
         self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
         self.names: dict[int, str] = {}  # of buffers that are not the model's, by the tensor's id
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
+        self.trained = trained
+        self.unused: list[str] = []  # of `trained`, those without a gradient
+        self.idle: list[str] = []  # others that have none
         self.first_result = 0  # the values before it are declared
         self.drew = False  # random numbers of Python or NumPy
 
@@ -196,11 +201,11 @@ class Trace:
     def _written(self) -> None:
         """Buffers that were written in place, or by `b.data = ...`: their next values."""
         rec = self.recorder
-        written = [t for t in self.tensors if t.fake is not None and (rec.was_written(t.fake) or rec.moved(t.fake))]
+        written = [t for t in self.tensors if t.fake is not None and rec.was_written(t.fake)]
         refuse_writes({t.name: t.real.requires_grad for t in written if t.kind == "param"})
         for t in written:
             if id(t) not in self._assigned:
-                rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.value_of(t.fake) if rec.moved(t.fake) else rec.root_of(t.fake)}")
+                rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.next_of(t.fake)}")  # type: ignore[arg-type]
 
     def number_dtype(self) -> torch.dtype:
         """What numbers that become tensors are kept in: as wide as the model's parameters, float32 at least."""
@@ -246,6 +251,10 @@ class Trace:
         fakes: Any = [p.fake for p in params]
         grads = torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True)
         for p, g in zip(params, grads, strict=True):
+            if g is None:
+                (self.unused if p.name in self.trained else self.idle).append(p.name)
+            if g is None and p.name in self.trained:
+                g = torch.zeros_like(p.fake)  # type: ignore[arg-type]
             if g is not None:
                 self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
         if all(g is None for g in grads):
@@ -357,6 +366,7 @@ class Trace:
             lines.append(f"meta tensor {quote(plan)}")
         if self.ways.read:
             lines.append(f"meta ways {quote(json.dumps(self.ways.read))}")
+        lines += [f"meta {word} {quote(json.dumps(names))}" for word, names in (("unused", self.unused), ("idle", self.idle)) if names]
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")

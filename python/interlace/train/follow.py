@@ -187,6 +187,8 @@ class Follow:
             self._turns[place] += 1
         log.warning("step %d: compiling again, because %s", run.steps, why)
         micro_batch = run.example(batch)
+        trained = self._trained()
+        self.captures.trained |= trained
 
         def make() -> Source:
             text, constants = self._text(micro_batch, numbers - self._fixed)
@@ -203,6 +205,8 @@ class Follow:
             except ProgramError:  # other parameters have gradients now
                 self._programs.clear()
                 self.frozen.rebuild(source)
+                for name in self._trained() - trained:  # as in torch.optim they begin now
+                    run.left_out[name] = run.hyper.steps[run.states.parameters[name].group or 0]
             else:
                 if len(self._programs) >= KEPT:
                     self._programs.pop(next(iter(self._programs)))
@@ -227,6 +231,11 @@ class Follow:
                 return self.captures.text(micro_batch)
             self.captures.numbers = known
         return self.captures.text(micro_batch)
+
+    def _trained(self) -> set[str]:
+        """The parameters that the running program gives gradients to."""
+        idle = json.loads(self.run.ir.meta().get("idle", "[]"))
+        return {name for name, p in self.run.states.parameters.items() if p.group is not None and p.unit is not None}.difference(idle)
 
     def _use(self, built: Built) -> None:
         run = self.run
