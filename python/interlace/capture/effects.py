@@ -102,6 +102,36 @@ def _without_fakes(x: Any, real: Callable[[Tensor], Tensor | None]) -> Any:
     return x if isinstance(x, plain) else MISSING
 
 
+_ASKS = ["__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__", "__mod__", "__rmod__", "__floordiv__", "__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__", "__rpow__", "__index__", "__int__", "__float__", "__hash__", "__neg__"]
+
+
+def _counted(number: float, reads: list[str]) -> Any:
+    """The number, noting the operators that ask for it; additions do not, their sums note for themselves."""
+    base = type(number)
+    kind: Any = type(base.__name__, (base,), {})
+
+    def asking(name: str) -> Callable[..., Any]:
+        def ask(self: Any, *args: Any) -> Any:
+            reads.append(name)
+            return getattr(base, name)(self, *args)
+
+        return ask
+
+    def adding(name: str) -> Callable[..., Any]:
+        def add(self: Any, other: Any) -> Any:
+            found = getattr(base, name)(self, other)
+            return kind(found) if type(found) is base else found
+
+        return add
+
+    for name in _ASKS:
+        if hasattr(base, name):
+            setattr(kind, name, asking(name))
+    for name in ("__add__", "__radd__", "__sub__", "__rsub__"):
+        setattr(kind, name, adding(name))
+    return kind(number)
+
+
 @contextlib.contextmanager
 def as_after(changes: list[Change], real: Callable[[Tensor], Tensor | None]) -> Iterator[list[Change]]:
     """The model's attributes as its run left them, for another run; gives the changes that could be made. `real`: what a fake tensor holds,
@@ -110,6 +140,8 @@ def as_after(changes: list[Change], real: Callable[[Tensor], Tensor | None]) -> 
     try:
         for change in changes:
             value = change.after if change.after is MISSING else _without_fakes(change.after, real)
+            if type(change.before) is type(value) and type(value) in (int, float):
+                value = _counted(value, change.reads)
             if change.kind == "value" and (value is not MISSING or change.after is MISSING):
                 change.put(value)
                 made.append(change)

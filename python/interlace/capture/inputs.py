@@ -168,7 +168,8 @@ class InputSpec:
             if type(got) is not type(value) or got != value:
                 raise CaptureError(
                     f"batch entry '{path_name(path)}' was the constant {value!r} when compiled and is {got!r} now; "
-                    "make it a tensor if it changes, or compile again"
+                    + ("leave it out of what the step gets" if isinstance(got, str) else "make it a tensor")
+                    + " if it changes, or compile again"
                 )
         if found:
             name = path_name(next(iter(found)))

@@ -115,6 +115,11 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             raise CaptureError(f"parameter '{p.name}' is a {type(t).__name__}; pass the model with plain parameters")
         if t.layout != torch.strided:
             raise CaptureError(f"parameter '{p.name}' is a {t.layout} tensor; only dense parameters can be trained")
+        if t.is_complex() and t.requires_grad:
+            raise CaptureError(
+                f"parameter '{p.name}' is complex; keep it as a real one with a last dimension of two (torch.view_as_real), and make it "
+                "complex in forward (torch.view_as_complex)"
+            )
         if t.device != first.real.device and not (t.is_meta and isinstance(t, Released)):
             raise CaptureError(
                 f"parameters are on several devices: '{first.name}' on {first.real.device}, '{p.name}' on {t.device}; "

@@ -83,6 +83,14 @@ def _blank(x: Any) -> Any:
     return rebuild(x, {path: None for path, _ in tensor_leaves(x)})
 
 
+def _arguments(path: str, x: Any) -> Any:
+    """_blank(); Unfit where a class will not have its tensors replaced (a packed sequence)."""
+    try:
+        return _blank(x)
+    except Exception as e:
+        raise Unfit(path, f"module '{path}' takes tensors in a class that checks them ({type(e).__name__}: {e})") from e
+
+
 def _holds_tensors(x: Any, depth: int = 3) -> bool:
     """Whether an object that is no container hides tensors, as a cache of keys and values does."""
     if plain(x) or isinstance(x, (nn.Module, type)) or not hasattr(x, "__dict__"):
@@ -237,21 +245,23 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
             raise Unfit(path, f"module '{path}' takes an object with tensors in it")
         params, buffers = tensors_of(module, model)
         before = {n: b.clone() for n, b in buffers.items()}
-        state, others, watch = torch.random.get_rng_state(), generators(), Watch(module)
-        result = forward(*args, **kwargs)
+        state, others, watch, writes = torch.random.get_rng_state(), generators(), Watch(module), Writes(buffers)
+        with writes:
+            result = forward(*args, **kwargs)
+        after = tensors_of(module, model)[1]
         hidden = [p for p, _ in _hiding(result)]
         if hidden and not root:
             raise Unfit(path, f"module '{path}' gives an object with tensors in it")
         if not root and any(type(leaf) in (int, float) for _, leaf in leaves(result)):
             raise Unfit(path, f"module '{path}' gives numbers, which may depend on the data")
         result = rebuild(result, dict.fromkeys(hidden))
-        stateful = generators() != others or any(c.kind == "value" for c in watch.moved())
+        stateful = generators() != others or any(c.kind == "value" for c in watch.changed())
         calls.append(
             OpaqueCall(
                 key=f"{path}@{len(calls)}" if calls else path, path=path, why=why, training=flags_of(module),
-                call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in tensor_leaves((args, kwargs))],
+                call=_arguments(path, (args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in tensor_leaves((args, kwargs))],
                 params=list(params), buffers=list(before),
-                changed=[n for n, b in tensors_of(module, model)[1].items() if not torch.equal(b, before[n])],
+                changed=[n for n, b in after.items() if b is not buffers[n] or n in writes.written() or not torch.equal(b, before[n])],
                 result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in tensor_leaves(result)],
                 random=stateful or not torch.equal(state, torch.random.get_rng_state()), stateful=stateful,
             )

@@ -237,9 +237,11 @@ def _watched(
             except CaptureError:
                 differs = True
             finally:
-                watched.restore()
-            if differs:
+                asked = [c for c in made if c.reads]  # before anybody else asks
+                moved = {c.where for c in watched.restore()}
+            counters = [c for c in asked if c.where in moved]  # what they decide may be something else in a later run
+            if differs or counters:
                 trace.sites.failed = next((c.owner for c in made if c.owner is not None), None)
-                raise refusal(made)
+                raise refusal(made if differs else counters)
 
 

@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, Storage] = {}
         self.next_value = self._next_stream = 0
         self._numbers: dict[tuple[complex, torch.dtype], Tensor] = {}
-        self.declared: set[int] = set()  # ids of what exists before the program
+        self.declared: dict[int, Storage] = {}  # of what exists before the program, by its id
 
     # ---- values ----
 
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         """Gives a fake tensor that exists before the program (parameter, buffer, input, constant) its value; "%3:
         f32[2]"."""
         value = self._own(fake)
-        self.declared.add(id(fake))
+        self.declared[id(fake)] = self._entries[id(fake)].storage
         return f"%{value}: {self.dims.type(fake.dtype, tuple(fake.shape), fake.stride())}"
 
     def declare_as(self, fake: Tensor, value: int) -> None:
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
         """The value id that a tensor has now. May record a `view` when the storage was written since the tensor was
         made."""
         entry = self._entries.get(id(t))
-        if entry is None or (id(t) in self.declared and self.moved(t)):
+        if entry is None or (id(t) in self.declared and self._storages.get(t.untyped_storage()._cdata) is not entry.storage):
             entry = self._adopt(t)
         storage = entry.storage
         if entry.version != storage.version:
@@ -93,8 +93,8 @@ class Recorder(TorchDispatchMode):
         return [(entry.value, entry.tensor) for entry in self._entries.values()]
 
     def moved(self, t: Tensor) -> bool:
-        """Whether a tensor got another storage than the one it is known by (`t.data = ...`)."""
-        return self._storages.get(t.untyped_storage()._cdata) is not self._entries[id(t)].storage
+        """Whether a declared tensor got another storage (`t.data = ...`)."""
+        return self._storages.get(t.untyped_storage()._cdata) is not self.declared[id(t)]
 
     def was_written(self, t: Tensor) -> bool:
         return self.moved(t) or self._entries[id(t)].storage.version > 0

@@ -51,6 +51,7 @@ class Change:
     kind: str
     put: Callable[[Any], None]  # into the place; MISSING takes it away
     owner: str | None = None  # path of the module whose attribute it is
+    reads: list[str] = dataclasses.field(default_factory=list)  # operators that asked for a number's value (effects.py)
 
 
 _OF_SAVING = frozenset({"architectures", "transformers_version"})  # Hugging Face's save_pretrained writes them, on whatever rank saves
@@ -146,8 +147,8 @@ class Watch:
                 found.append(Change(where, t, t, "tensor", lambda value: None, owner))
         return found
 
-    def restore(self) -> list[Change]:
-        """Puts everything back, attributes that no code mentions too; gives what had changed."""
+    def changed(self) -> list[Change]:
+        """As moved(), and attributes that no code mentions too."""
         found = self.moved()
         for values, before, where, owner in self._attributes:
             if len(values) != len(before) or any(map(is_not, values.values(), before.values())):
@@ -156,6 +157,11 @@ class Watch:
                     old, new = before.get(key, MISSING), values.get(key, MISSING)
                     if old is not new and where(key) not in known:
                         found.append(Change(where(key), old, new, "value", _setter(values, key), owner))
+        return found
+
+    def restore(self) -> list[Change]:
+        """Puts everything back; gives what had changed."""
+        found = self.changed()
         for change in reversed(found):
             if change.kind != "tensor":
                 change.put(change.before)
@@ -228,6 +234,9 @@ class Watch:
         owner = f"module '{path}'" if path else "the model"
         values = vars(module)
         mentioned = self._names_of(type(module))
+        if mentioned is not None:  # functions of this module alone, a forward that was put in its place
+            codes = (getattr(getattr(v, "__func__", v), "__code__", None) for v in values.values())
+            mentioned = mentioned.union(*(_mentions(code) for code in codes if code is not None))
         self._seen[id(values)] = module
 
         def where(key: Any, owner: str = owner) -> str:

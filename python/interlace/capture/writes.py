@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
+
+
+def written_by(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a call of an operator writes."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, Tensor))
 
 
 class Writes(TorchDispatchMode):
@@ -25,16 +33,10 @@ class Writes(TorchDispatchMode):
         self.by: dict[str, set[str]] = {}  # operators, by the names of what they wrote
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
-                    continue
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                for t in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(t, Tensor) and t.layout == torch.strided:
-                        self._note(t, func._schema.name)
-        return func(*args, **kwargs)
+        for t in written_by(func, args, kwargs or {}):
+            if t.layout == torch.strided:
+                self._note(t, func._schema.name)
+        return func(*args, **(kwargs or {}))
 
     def _note(self, t: Tensor, operator: str) -> None:
         name = self._names.get(t.untyped_storage()._cdata)
@@ -42,6 +44,11 @@ class Writes(TorchDispatchMode):
             if name not in self._before:
                 self._before[name] = self._tensors[name][1].clone()
             self.by.setdefault(name, set()).add(operator)
+
+    def written(self) -> set[str]:
+        """Names of what was written, or given other memory (`t.data = ...`)."""
+        moved = {n for n, (t, alias) in self._tensors.items() if t.untyped_storage()._cdata != alias.untyped_storage()._cdata}
+        return moved | self.by.keys()
 
     @torch.no_grad()
     def restore(self) -> None:

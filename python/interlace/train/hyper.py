@@ -144,8 +144,9 @@ class Hyper:
         piloted = self._piloted_of(i)
         if piloted is None:
             return counts_steps(self._kinds[i])
-        first, now = (pilot.step().forms[i - piloted.first] for pilot in (piloted.fresh, piloted.pilot))
-        return (first.lines, first.numbers) != (now.lines, now.numbers)
+        now = piloted.pilot.step()
+        next_one = now.after.step().forms[i - piloted.first]
+        return (next_one.lines, next_one.numbers) != (now.forms[i - piloted.first].lines, now.forms[i - piloted.first].numbers)
 
     def rule_states(self, i: int) -> tuple[str, ...]:
         kind = self._kinds[i]
