@@ -114,7 +114,12 @@ def test_parameter_written_in_forward():
             model.fc.weight.clamp_(-1, 1)
         return mean(model, b)
 
-    fails("parameter 'fc.weight' is changed in place while the model runs; compute from a copy instead", model, loss_fn)
+    fails(
+        "parameter 'fc.weight' is changed in place while the model runs; compute from a copy instead, or change it between two steps "
+        "(where only its first run does so, let it run once before interlace.compile)",
+        model,
+        loss_fn,
+    )
 
 
 # ---- the loss ----
@@ -132,8 +137,8 @@ def test_parameter_written_in_forward():
         ),
         (lambda m, b: {"total": mean(m, b)}, "the loss function gave a dict without 'loss' (keys: total)"),
         (
-            lambda m, b: (mean(m, b), 3),
-            "output '1' of the loss function is a int; return tensors beside the loss",
+            lambda m, b: (mean(m, b), {"what": object()}),
+            "output '1.what' of the loss function is a object; return tensors and numbers beside the loss",
         ),
     ],
 )
@@ -363,7 +368,11 @@ def test_batch_of_another_kind(batch, message):
 def test_batches_that_cannot_be_inputs():
     numpy = pytest.importorskip("numpy")
     fails("batch entry 'x' is a NumPy array; pass a tensor (torch.from_numpy)", batch={"x": numpy.zeros(3)})
-    fails("the example batch holds no tensor; pass a batch as the training loop would", batch={"x": 3})
+    fails(
+        "the example batch, a dict, holds no tensor in dicts, lists, tuples, dataclasses or attributes; pass a batch as the training loop "
+        "would",
+        batch={"x": 3},
+    )
     fails(
         "batch entry 'x' is a torch.sparse_coo tensor; pass a dense one (.to_dense())",
         batch={"x": torch.eye(3).to_sparse()},

@@ -132,6 +132,39 @@ class Deep(nn.Module):
         return F.cross_entropy(self.last(h), y)
 
 
+class Parted(nn.Module):
+    """Each way has parameters of its own, which the other way's steps leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.first(x) if (x > 0).all() else self.second(x), y)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "RMSprop", "NAdam"])
+def test_parameters_of_one_way(kind: str) -> None:
+    settings = {"lr": 0.05, "weight_decay": 0.1, **({"momentum": 0.9} if kind in ("SGD", "RMSprop") else {})}
+    torch.manual_seed(0)
+    model = Parted().double()
+    theirs = copy.deepcopy(model)
+    mine, its = (getattr(torch.optim, kind)(m.parameters(), **settings) for m in (model, theirs))
+    batches = [of(i, positive) for i, positive in enumerate((False, True, False, False, True, True, False))]
+    with interlace.compile(model, mine, call, batches[0], interlace.Config(schedule=[], cache="off")) as trainer:
+        for number, batch in enumerate(batches):
+            its.zero_grad()
+            call(theirs, batch).backward()
+            its.step()
+            if kind == "NAdam" and number == 1:  # counts of steps are known to it alone
+                with pytest.raises(InterlaceError, match=r"'first\.\w+' has a gradient again after 1 steps without one"):
+                    trainer.step(batch)
+                return
+            trainer.step(batch)
+        for name, t in trainer.state_dict().items():
+            torch.testing.assert_close(t, theirs.state_dict()[name], rtol=1e-8, atol=1e-10)
+
+
 def test_stages() -> None:
     batches = [b for i in range(4) for b in [of(i, i % 2 == 1)] * 2]  # both stages have one batch
     for losses, expected, said in ranks.run(train, 2, Deep, batches, mesh="pp=2", accumulation=1):

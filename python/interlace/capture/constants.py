@@ -82,6 +82,12 @@ class Constants:
             raise NotConstant
         return first
 
+    def value(self, t: Tensor) -> Tensor:
+        """What a tensor of known sizes holds. Raises NotConstant."""
+        if not self.knows(t) or any(isinstance(n, torch.SymInt) for n in t.shape):
+            raise NotConstant
+        return self._evaluate(t, 0, {})
+
     def _add(self, t: Tensor, recipe: tuple[OpOverload | None, tuple, dict, int], of_inputs: bool) -> None:
         self._recipes[id(t)] = recipe
         if of_inputs:
@@ -111,11 +117,15 @@ class Constants:
         shape = [self._size(n, example) for n in t.shape]
         if torch.Size(shape).numel() > _MAX_ELEMENTS:
             raise NotConstant
+        made: set[int] = set()
         if func in SHAPE_ONLY and not self.knows(args[0]):
             args = (torch.empty([self._size(n, example) for n in args[0].shape], dtype=args[0].dtype), *args[1:])
+            made.add(id(args[0]))
 
         def real(a: Any) -> Any:
             if isinstance(a, Tensor):
+                if not self.knows(a) and id(a) not in made:  # it was written since
+                    raise NotConstant
                 return self._evaluate(a, example, done) if self.knows(a) else a
             if isinstance(a, (list, tuple)):
                 return [real(x) for x in a]

@@ -86,28 +86,62 @@ class Stored:
                 yield declared, now, where
 
 
-def _without_fakes(x: Any) -> Any:
-    """The value with real zeros in place of fake tensors, to trace with; MISSING when it holds others than containers. Functions stay as
-    they are: hooks that a model puts on its modules when it first runs."""
+def _without_fakes(x: Any, real: Callable[[Tensor], Tensor | None]) -> Any:
+    """The value with real tensors in place of fake ones, zeros where nobody knows what they hold, to trace with; MISSING when it holds others
+    than containers. Functions stay as they are: hooks that a model puts on its modules when it first runs."""
     if isinstance(x, Tensor):
-        return torch.zeros((), dtype=x.dtype).expand(tuple(int(n) for n in x.shape))
+        known = real(x)
+        return torch.zeros((), dtype=x.dtype).expand(tuple(int(n) for n in x.shape)) if known is None else known
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-        items = [_without_fakes(item) for item in x]
+        items = [_without_fakes(item, real) for item in x]
         return MISSING if any(item is MISSING for item in items) else type(x)(items)
     if type(x) is dict:
-        values = {k: _without_fakes(v) for k, v in x.items()}
+        values = {k: _without_fakes(v, real) for k, v in x.items()}
         return MISSING if any(v is MISSING for v in values.values()) else values
     plain = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, FunctionType)
     return x if isinstance(x, plain) else MISSING
 
 
+_ASKS = ["__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__", "__mod__", "__rmod__", "__floordiv__", "__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__", "__rpow__", "__index__", "__int__", "__float__", "__hash__", "__neg__"]
+
+
+def _counted(number: float, reads: list[str]) -> Any:
+    """The number, noting the operators that ask for it; additions do not, their sums note for themselves."""
+    base = type(number)
+    kind: Any = type(base.__name__, (base,), {})
+
+    def asking(name: str) -> Callable[..., Any]:
+        def ask(self: Any, *args: Any) -> Any:
+            reads.append(name)
+            return getattr(base, name)(self, *args)
+
+        return ask
+
+    def adding(name: str) -> Callable[..., Any]:
+        def add(self: Any, other: Any) -> Any:
+            found = getattr(base, name)(self, other)
+            return kind(found) if type(found) is base else found
+
+        return add
+
+    for name in _ASKS:
+        if hasattr(base, name):
+            setattr(kind, name, asking(name))
+    for name in ("__add__", "__radd__", "__sub__", "__rsub__"):
+        setattr(kind, name, adding(name))
+    return kind(number)
+
+
 @contextlib.contextmanager
-def as_after(changes: list[Change]) -> Iterator[list[Change]]:
-    """The model's attributes as its run left them, for another run; gives the changes that could be made."""
+def as_after(changes: list[Change], real: Callable[[Tensor], Tensor | None]) -> Iterator[list[Change]]:
+    """The model's attributes as its run left them, for another run; gives the changes that could be made. `real`: what a fake tensor holds,
+    where that is known."""
     made: list[Change] = []
     try:
         for change in changes:
-            value = change.after if change.after is MISSING else _without_fakes(change.after)
+            value = change.after if change.after is MISSING else _without_fakes(change.after, real)
+            if type(change.before) is type(value) and type(value) in (int, float):
+                value = _counted(value, change.reads)
             if change.kind == "value" and (value is not MISSING or change.after is MISSING):
                 change.put(value)
                 made.append(change)

@@ -9,6 +9,7 @@ tensors. Its tensors become the inputs, in the order of the containers; every ot
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -29,31 +30,38 @@ def path_name(path: Path) -> str:
     return ".".join(str(p) for p in path) or "batch"
 
 
-def _children(x: Any) -> list[tuple[Any, Any]] | None:
-    """(key, child) pairs of a container, or None for a leaf."""
+def _children(x: Any, objects: bool = True) -> list[tuple[Any, Any]] | None:
+    """(key, child) pairs of a container, or None for a leaf. `objects`: those with tensors as attributes are containers."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):  # Hugging Face's results are mappings too, without their None fields
         return [(f.name, getattr(x, f.name)) for f in dataclasses.fields(x)]
     if isinstance(x, Mapping):
         return list(x.items())
     if isinstance(x, (list, tuple)):
         return list(enumerate(x))
-    return None
+    return list(vars(x).items()) if objects and _holds(x) else None
 
 
-def leaves(batch: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+def _holds(x: Any) -> bool:
+    """Whether an object of a plain class of the user's has tensors as attributes."""
+    if isinstance(x, (torch.Tensor, torch.nn.Module, type)) or type(getattr(x, "__dict__", None)) is not dict:
+        return False
+    return any(isinstance(v, torch.Tensor) for v in vars(x).values())
+
+
+def leaves(batch: Any, path: Path = (), objects: bool = True) -> list[tuple[Path, Any]]:
     """All leaves with their paths, in container order."""
-    children = _children(batch)
+    children = _children(batch, objects)
     if children is None:
         return [(path, batch)]
     out: list[tuple[Path, Any]] = []
     for key, child in children:
-        out += leaves(child, (*path, key))
+        out += leaves(child, (*path, key), objects)
     return out
 
 
 def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any:
-    """A copy of the batch's containers, with the leaves at the given paths replaced."""
-    children = _children(batch)
+    """A copy of the batch's containers, with what is at the given paths replaced."""
+    children = _children(batch) if path not in replacement else None
     if children is None:
         return replacement.get(path, batch)
     new = [(key, rebuild(child, replacement, (*path, key))) for key, child in children]
@@ -61,8 +69,11 @@ def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any
         return dict(new) if type(batch) is dict else type(batch)(v for _, v in new)
     if _is_namedtuple(batch):
         return type(batch)(*(v for _, v in new))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **dict(new))
+    if dataclasses.is_dataclass(batch) or not isinstance(batch, (Mapping, list, tuple)):
+        same = copy.copy(batch)  # no fields are computed anew
+        for key, value in new:
+            object.__setattr__(same, key, value)
+        return same
     if isinstance(batch, Mapping):
         return type(batch)(dict(new))  # type: ignore[call-arg]
     return type(batch)(v for _, v in new)
@@ -115,7 +126,10 @@ class InputSpec:
             if names.count(name) > 1:
                 raise CaptureError(f"two entries of the batch are both called '{name}'; rename one of the keys")
         if not tensors:
-            raise CaptureError("the example batch holds no tensor; pass a batch as the training loop would")
+            raise CaptureError(
+                f"the example batch, a {type(batch).__name__}, holds no tensor in dicts, lists, tuples, dataclasses or attributes; pass a "
+                "batch as the training loop would"
+            )
         return InputSpec(tuple(tensors), tuple(constants))
 
     def with_shapes(self, shapes: list[tuple[int | str, ...]]) -> InputSpec:
@@ -154,7 +168,8 @@ class InputSpec:
             if type(got) is not type(value) or got != value:
                 raise CaptureError(
                     f"batch entry '{path_name(path)}' was the constant {value!r} when compiled and is {got!r} now; "
-                    "make it a tensor if it changes, or compile again"
+                    + ("leave it out of what the step gets" if isinstance(got, str) else "make it a tensor")
+                    + " if it changes, or compile again"
                 )
         if found:
             name = path_name(next(iter(found)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import weakref
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
 OWN_HOOK = "_interlace_hook"  # an attribute of the hooks on parameters that a trainer sets itself
+_written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -31,6 +33,19 @@ class ModelTensor:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def count_as_buffers(model: nn.Module, names: Collection[str]) -> None:
+    """From now on these frozen parameters of a model are buffers: its forward writes them, as that of a model with a teacher does."""
+    _written.setdefault(model, set()).update(names)
+
+
+def tensors_of(module: nn.Module, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and buffers of a part of the model by their names in it; what counts as a buffer is one."""
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    names = _written.get(model, ())
+    own = {id(p) for n, p in model.named_parameters() if n in names} if names else ()
+    return {n: p for n, p in params.items() if id(p) not in own}, buffers | {n: p for n, p in params.items() if id(p) in own}
 
 
 def collect(model: nn.Module) -> list[ModelTensor]:
@@ -48,9 +63,11 @@ def collect(model: nn.Module) -> list[ModelTensor]:
         elif name != known.name and name not in known.aliases and known.kind == kind == "param":
             known.aliases.append(name)
 
+    written = _written.get(model, ())
     for path, module in modules:
         for name, p in module._parameters.items():
-            add(_join(path, name), p, "param")
+            full = _join(path, name)
+            add(full, p, "buffer" if full in written else "param")
     for path, module in modules:
         for name, b in module._buffers.items():
             persistent = name not in module._non_persistent_buffers_set
@@ -98,6 +115,11 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             raise CaptureError(f"parameter '{p.name}' is a {type(t).__name__}; pass the model with plain parameters")
         if t.layout != torch.strided:
             raise CaptureError(f"parameter '{p.name}' is a {t.layout} tensor; only dense parameters can be trained")
+        if t.is_complex() and t.requires_grad:
+            raise CaptureError(
+                f"parameter '{p.name}' is complex; keep it as a real one with a last dimension of two (torch.view_as_real), and make it "
+                "complex in forward (torch.view_as_complex)"
+            )
         if t.device != first.real.device and not (t.is_meta and isinstance(t, Released)):
             raise CaptureError(
                 f"parameters are on several devices: '{first.name}' on {first.real.device}, '{p.name}' on {t.device}; "
@@ -117,7 +139,11 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             )
         owners[key] = p
     for b in tensors:
-        if b.kind != "param" and not b.real.is_meta and b.real.numel() and b.real.layout == torch.strided:
+        if b.real.layout != torch.strided:
+            raise CaptureError(
+                f"'{b.name}' is a {b.real.layout} tensor; keep it dense (.to_dense()), or its indices and values as two tensors"
+            )
+        if b.kind != "param" and not b.real.is_meta and b.real.numel():
             owner = owners.get(b.real.untyped_storage()._cdata)
             if owner is not None:
                 raise CaptureError(f"'{b.name}' shares storage with parameter '{owner.name}'; clone it")

@@ -24,9 +24,10 @@ from torch import nn
 
 from interlace.capture.effects import generators, kept_generators
 from interlace.capture.inputs import Path, leaves, rebuild
-from interlace.capture.model_tensors import swapped
+from interlace.capture.model_tensors import swapped, tensors_of
 from interlace.capture.recorder import Recorder
 from interlace.capture.watch import Watch, plain
+from interlace.capture.writes import Writes, refuse_writes
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -82,6 +83,14 @@ def _blank(x: Any) -> Any:
     return rebuild(x, {path: None for path, _ in tensor_leaves(x)})
 
 
+def _arguments(path: str, x: Any) -> Any:
+    """_blank(); Unfit where a class will not have its tensors replaced (a packed sequence)."""
+    try:
+        return _blank(x)
+    except Exception as e:
+        raise Unfit(path, f"module '{path}' takes tensors in a class that checks them ({type(e).__name__}: {e})") from e
+
+
 def _holds_tensors(x: Any, depth: int = 3) -> bool:
     """Whether an object that is no container hides tensors, as a cache of keys and values does."""
     if plain(x) or isinstance(x, (nn.Module, type)) or not hasattr(x, "__dict__"):
@@ -91,7 +100,7 @@ def _holds_tensors(x: Any, depth: int = 3) -> bool:
 
 
 def _hiding(x: Any) -> Iterator[tuple[Path, Any]]:
-    return ((path, leaf) for path, leaf in leaves(x) if not isinstance(leaf, Tensor) and _holds_tensors(leaf))
+    return ((path, leaf) for path, leaf in leaves(x, objects=False) if not isinstance(leaf, Tensor) and _holds_tensors(leaf))
 
 
 # ---- the loss function as a module ----
@@ -170,7 +179,9 @@ def learn_calls(
             "in memory, or change the module"
         )
     calls: dict[str, list[OpaqueCall]] = {path: [] for path in paths}
-    saved = [(b, b.clone()) for b in model.buffers() if not b.is_meta]
+    own, buffers = tensors_of(model, model)
+    saved = [(b, b.detach(), b.clone()) for b in buffers.values() if not b.is_meta]
+    writes = Writes({n: p if values is None else values.get(id(p), p) for n, p in own.items()})
     watch = Watch(model, loss_fn)
     run = loss_fn
     with contextlib.ExitStack() as stack:
@@ -179,26 +190,29 @@ def learn_calls(
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(kept_generators())
         if values is not None:
-            own = {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}
-            stack.enter_context(swapped(model, own))
+            stack.enter_context(swapped(model, {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}))
         for path, why in paths.items():
             if path == LOSS:
                 whole = Whole(model, loss_fn)
-                stack.enter_context(_noting(whole, path, why, calls[path]))
+                stack.enter_context(_noting(whole, path, why, calls[path], model))
                 run = lambda _, batch: whole(batch)  # noqa: E731, B023
             elif path == TAIL:
                 run = _running_tail(loss_fn, why, calls[path])
             else:
-                stack.enter_context(_noting(model.get_submodule(path), path, why, calls[path]))
+                stack.enter_context(_noting(model.get_submodule(path), path, why, calls[path], model))
         try:
-            run(model, batch)
+            with writes:
+                run(model, batch)
         except CaptureError:
             raise
         except Exception as e:
             raise CaptureError(f"the model fails on the example batch: {type(e).__name__}: {e}") from e
         finally:
-            for b, old in saved:
+            writes.restore()
+            for b, alias, old in saved:
+                b.data = alias
                 b.copy_(old)
+    refuse_writes({name: own[name].requires_grad for name in writes.by}, writes.by)
     return calls
 
 
@@ -215,36 +229,39 @@ def _running_tail(loss_fn: Callable[[Any, Any], Any], why: str, calls: list[Opaq
         if stand_in.touched or not results:
             raise Unfit(TAIL, "the loss function uses parts of the model")
         tail = Tail(model, loss_fn)
-        with _noting(tail, TAIL, why, calls):
+        with _noting(tail, TAIL, why, calls, model):
             tail(results, batch)
 
     return run
 
 
 @contextlib.contextmanager
-def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall]) -> Iterator[None]:
+def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], model: nn.Module) -> Iterator[None]:
     forward = module.forward
     root = path in ("", LOSS, TAIL)
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         if not root and next(_hiding((args, kwargs)), None) is not None:
             raise Unfit(path, f"module '{path}' takes an object with tensors in it")
-        before = {n: b.clone() for n, b in module.named_buffers()}
-        state, others, watch = torch.random.get_rng_state(), generators(), Watch(module)
-        result = forward(*args, **kwargs)
+        params, buffers = tensors_of(module, model)
+        before = {n: b.clone() for n, b in buffers.items()}
+        state, others, watch, writes = torch.random.get_rng_state(), generators(), Watch(module), Writes(buffers)
+        with writes:
+            result = forward(*args, **kwargs)
+        after = tensors_of(module, model)[1]
         hidden = [p for p, _ in _hiding(result)]
         if hidden and not root:
             raise Unfit(path, f"module '{path}' gives an object with tensors in it")
         if not root and any(type(leaf) in (int, float) for _, leaf in leaves(result)):
             raise Unfit(path, f"module '{path}' gives numbers, which may depend on the data")
         result = rebuild(result, dict.fromkeys(hidden))
-        stateful = generators() != others or any(c.kind == "value" for c in watch.moved())
+        stateful = generators() != others or any(c.kind == "value" for c in watch.changed())
         calls.append(
             OpaqueCall(
                 key=f"{path}@{len(calls)}" if calls else path, path=path, why=why, training=flags_of(module),
-                call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in tensor_leaves((args, kwargs))],
-                params=[n for n, _ in module.named_parameters()], buffers=list(before),
-                changed=[n for n, b in module.named_buffers() if not torch.equal(b, before[n])],
+                call=_arguments(path, (args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in tensor_leaves((args, kwargs))],
+                params=list(params), buffers=list(before),
+                changed=[n for n, b in after.items() if b is not buffers[n] or n in writes.written() or not torch.equal(b, before[n])],
                 result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in tensor_leaves(result)],
                 random=stateful or not torch.equal(state, torch.random.get_rng_state()), stateful=stateful,
             )
@@ -268,7 +285,7 @@ class OpaqueTrace:
         self.modules = {path: module_at(path, model, loss_fn) for path in calls}
         self._path = {id(module): path for path, module in self.modules.items()}
         self._calls = {path: iter(c) for path, c in calls.items()}
-        self._recorder = recorder
+        self._recorder, self._model = recorder, model
 
     def replaces(self, module: nn.Module) -> bool:
         return id(module) in self._path
@@ -282,7 +299,7 @@ class OpaqueTrace:
                 f"module '{path}' is called otherwise while traced than in the real run on the example batch; an opaque module must be "
                 "called the same way each time"
             )
-        params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        params, buffers = tensors_of(module, self._model)
         operands = [t for _, t in inputs] + [params[n] for n in call.params] + [buffers[n] for n in call.buffers]
         results = _Opaque.apply(self._recorder, call, buffers, *operands)
         return rebuild(call.result, {p: r for (p, _), r in zip(call.outputs, results, strict=True)})

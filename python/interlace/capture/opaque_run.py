@@ -14,6 +14,7 @@ from torch import nn
 
 from interlace.capture.effects import kept_generators
 from interlace.capture.inputs import rebuild
+from interlace.capture.literals import quote
 from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
 from interlace.errors import CaptureError
 
@@ -42,6 +43,14 @@ class OpaqueTable:
             self.calls[call.key] = call
             self._modules[call.key] = module_at(call.path, self.model, loss_fn or self.loss_fn)
             self._cost.setdefault(call.key, [0, 0.0])
+
+    def calls_in(self, program: str) -> list[OpaqueCall]:
+        """Those that a program makes."""
+        return [call for key, call in self.calls.items() if f" module={quote(key)} " in program]
+
+    def sometimes_in(self, program: str) -> set[str]:
+        """Those of `sometimes` whose modules are opaque in a program."""
+        return self.sometimes.intersection(full_name(call, name) for call in self.calls_in(program) for name in call.params)
 
     def summary(self) -> list[dict[str, Any]]:
         """Of each call: what it is, why it is not captured, how often and how long (seconds) it has run."""
@@ -77,7 +86,7 @@ class OpaqueTable:
         args, kwargs = rebuild(call.call, given)
         buffers = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
         state = {**dict(zip(call.params, operands[n:m], strict=True)), **buffers}
-        with _flags(module, call.training):
+        with _flags(module, call.training), _flat_weights(module):
             result = torch.func.functional_call(module, state, args, kwargs)
         found = dict(tensor_leaves(result))
         got = [(path, Meta.of(t)) for path, t in found.items() if any(path == p for p, _ in call.outputs)]
@@ -110,6 +119,7 @@ class OpaqueTable:
             found: Iterable[Tensor | None] = [None] * len(wanted)
             if pairs:
                 found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+                found = [f.to_dense() if f is not None and f.layout != torch.strided else f for f in found]
         for i, f in zip(call.wanted, found, strict=True):
             if f is not None and i >= len(call.inputs):
                 self.used.add(full_name(call, call.params[i - len(call.inputs)]))
@@ -121,6 +131,17 @@ def full_name(call: OpaqueCall, name: str) -> str:
     if call.path == LOSS:
         return name.removeprefix("model.")
     return name if call.path in ("", TAIL) else f"{call.path}.{name}"
+
+
+@contextlib.contextmanager
+def _flat_weights(module: nn.Module) -> Iterator[None]:
+    """Recurrent layers keep their weights in lists too, which would keep those of the call."""
+    lists = [(vars(m), key, vars(m)[key]) for m in module.modules() for key in ("_flat_weights", "_flat_weight_refs") if key in vars(m)]
+    try:
+        yield
+    finally:
+        for values, key, before in lists:
+            values[key] = before
 
 
 @contextlib.contextmanager

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture import caches
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
 from interlace.capture.effects import as_after, drawing_line, generators, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
-from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
+from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
-from interlace.capture.tracing import check_model, without_collection
+from interlace.capture.tracing import LossForm, check_model, without_collection
 from interlace.capture.watch import Change, Watch
 from interlace.capture.ways import Way
+from interlace.capture.writes import FrozenWritten
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -52,6 +54,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
     fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS, numbers: Collection[str] = (),
     watch: Watch | None = None, values: Mapping[int, Tensor] | None = None, undecided: Collection[str] = (),
+    trained: Collection[str] = (),
 ) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -63,7 +66,8 @@ def capture(
     run in another precision than that of its parameters. `numbers`: places of numbers (see watch.py) that become buffers of the
     program, by their names. `watch`: of the model and loss function as they are, made here when not given.
     `values`: of parameters on meta, by their ids, for the real run that opaque modules are learnt from. `undecided`: places ("net.py:12")
-    where Python may not read the example batch.
+    where Python may not read the example batch. `trained`: parameters, by name, that are trained with a gradient of zeros where the loss does
+    not depend on them; the text says so in a line `meta unused`, and whoever runs it leaves them as they were.
 
     Where Python branches on the batch the program is that of the example, and holds for batches that take the same ways (`ways`, see
     ways.py): whoever runs it looks.
@@ -82,10 +86,17 @@ def capture(
     with without_collection():
         loss_fn = loss_fn or _default_loss
         watch = watch or Watch(model, loss_fn)
-        trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+        trace = None
+        while trace is None:
+            try:
+                trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+            except FrozenWritten as e:
+                count_as_buffers(model, e.names)
+                tensors = collect(model)
         text = trace.text(groups, micro_batches, rng_mode)
     params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
-    opaque_calls = [c for calls in trace.opaque_calls.values() for c in calls]
+    # What modules give is of the trace alone; its classes need not be known to other ranks.
+    opaque_calls = [dataclasses.replace(c, result=None) for calls in trace.opaque_calls.values() for c in calls]
     return Captured(
         text=text, input_spec=trace.spec, params=params,
         buffers={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind != "param"}, consts=trace.consts,
@@ -110,13 +121,13 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
 def _traced(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str],
+    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
 ) -> Trace:  # fmt: skip
     """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
-        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
     with regions_opened() as opened:
-        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
     if opened:
         return trace
 
@@ -124,13 +135,13 @@ def _traced(
         with torch.autocast("cpu"):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
 
 
 def _whole(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str],
+    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
 ) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
@@ -139,19 +150,21 @@ def _whole(
     while True:
 
         def trace() -> Trace:
-            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided)  # noqa: B023
+            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained)  # noqa: B023
 
         found = trace()
         try:
             _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
+        except FrozenWritten:
+            raise
         except CaptureError as e:
             path = found.sites.failed
             if path is None or path == OUTSIDE:
                 path = LOSS if TAIL in opaque else TAIL
             around = isinstance(e, CalledOtherwise) and path in opaque and path not in ("", LOSS, TAIL)
-            if fullgraph or symbolic or (path in opaque and not around) or casts.param is not None:
+            if fullgraph or symbolic or isinstance(e, LossForm) or (path in opaque and not around) or casts.param is not None:
                 raise
             if around:
                 path, reason = path.rpartition(".")[0], opaque[path]
@@ -190,7 +203,7 @@ def _watched(
                 one.run(loss_fn, batch)
         finally:
             changes = watch.restore()
-        return changes
+        return [change for change in changes if not one.assign(change)]
 
     before = generators()
     with kept_generators():
@@ -205,20 +218,30 @@ def _watched(
             f"{line}: random numbers of Python or NumPy are drawn{trace.module()}, which a program would draw once and keep; draw "
             "them with torch, or in the training loop, as a part of the batch"
         )
-    with as_after([c for c in changes if c.kind == "value"]) as made:
+    kept: dict[int, Tensor] = {}  # what caches hold, by their ids
+
+    def real(fake: Tensor) -> Tensor | None:
+        found = caches.value(trace, fake)
+        if found is not None:
+            kept[id(found)] = found
+        return found
+
+    with as_after([c for c in changes if c.kind == "value"], real) as made:
         if made:
             second = again()
             watched = Watch(trace.model, loss_fn)
             try:
                 with kept_generators():
                     second.run(loss_fn, batch)
-                differs = second.body() != trace.body()
+                differs = second.body() != trace.body() and not caches.same_but_for_constants(trace, second, kept)
             except CaptureError:
                 differs = True
             finally:
-                watched.restore()
-            if differs:
+                asked = [c for c in made if c.reads]  # before anybody else asks
+                moved = {c.where for c in watched.restore()}
+            counters = [c for c in asked if c.where in moved]  # what they decide may be something else in a later run
+            if differs or counters:
                 trace.sites.failed = next((c.owner for c in made if c.owner is not None), None)
-                raise refusal(made)
+                raise refusal(made if differs else counters)
 
 

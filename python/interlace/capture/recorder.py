@@ -33,31 +33,14 @@ from interlace.capture.functional import OpInfo, corrected, draws, functional_ar
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.sites import Sites
 from interlace.capture.sized import Sized
+from interlace.capture.storages import Entry, Storage
 from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
+_COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}  # views by a bit of the tensor alone
 Tensor = torch.Tensor
-
-
-class Storage:
-    """The current root value of a fake storage, and the root's geometry."""
-
-    __slots__ = ("dtype", "root", "size", "stride", "version")
-
-    def __init__(self, root: int, t: Tensor) -> None:
-        self.root, self.version = root, 0
-        self.dtype, self.size, self.stride = t.dtype, tuple(t.shape), t.stride()
-
-
-class Entry:
-    """A tensor seen so far. Holding the tensor keeps its id and its storage's id from being used again."""
-
-    __slots__ = ("storage", "tensor", "value", "version")
-
-    def __init__(self, value: int, storage: Storage, tensor: Tensor) -> None:
-        self.value, self.storage, self.version, self.tensor = value, storage, storage.version, tensor
 
 
 class Recorder(TorchDispatchMode):
@@ -68,15 +51,15 @@ class Recorder(TorchDispatchMode):
         self.fakes, self.sites, self.dims, self.constants, self.ways = fakes, sites, dims, constants, ways
         self._sized = Sized(self)
         self.lines: list[str] = []
-        self.part = "fwd"
-        self.num_ops = 0
+        self.part, self.num_ops = "fwd", 0
         self.calls: dict[Any, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator and dtypes, with fakes
         self.tags: dict[Any, str] = {}  # of these calls
         self._lift_real = lift  # turns a tensor that is not the model's into a fake that it has declared
         self._entries: dict[int, Entry] = {}
         self._storages: dict[int, Storage] = {}
-        self.next_value = 0
-        self._next_stream = 0
+        self.next_value = self._next_stream = 0
+        self._numbers: dict[tuple[complex, torch.dtype], Tensor] = {}
+        self.declared: dict[int, Storage] = {}  # of what exists before the program, by its id
 
     # ---- values ----
 
@@ -84,6 +67,7 @@ class Recorder(TorchDispatchMode):
         """Gives a fake tensor that exists before the program (parameter, buffer, input, constant) its value; "%3:
         f32[2]"."""
         value = self._own(fake)
+        self.declared[id(fake)] = self._entries[id(fake)].storage
         return f"%{value}: {self.dims.type(fake.dtype, tuple(fake.shape), fake.stride())}"
 
     def declare_as(self, fake: Tensor, value: int) -> None:
@@ -96,7 +80,7 @@ class Recorder(TorchDispatchMode):
         """The value id that a tensor has now. May record a `view` when the storage was written since the tensor was
         made."""
         entry = self._entries.get(id(t))
-        if entry is None:
+        if entry is None or (id(t) in self.declared and self._storages.get(t.untyped_storage()._cdata) is not entry.storage):
             entry = self._adopt(t)
         storage = entry.storage
         if entry.version != storage.version:
@@ -104,11 +88,20 @@ class Recorder(TorchDispatchMode):
             entry.version = storage.version
         return entry.value
 
-    def was_written(self, t: Tensor) -> bool:
-        return self._entries[id(t)].storage.version > 0
+    def known_values(self) -> list[tuple[int, Tensor]]:
+        """The values so far, and the tensors that have them."""
+        return [(entry.value, entry.tensor) for entry in self._entries.values()]
 
-    def root_of(self, t: Tensor) -> int:
-        return self._entries[id(t)].storage.root
+    def moved(self, t: Tensor) -> bool:
+        """Whether a declared tensor got another storage (`t.data = ...`)."""
+        return self._storages.get(t.untyped_storage()._cdata) is not self.declared[id(t)]
+
+    def was_written(self, t: Tensor) -> bool:
+        return self.moved(t) or self._entries[id(t)].storage.version > 0
+
+    def next_of(self, t: Tensor) -> int:
+        """The value of what was written."""
+        return self.value_of(t) if self.moved(t) else self._entries[id(t)].storage.root
 
     def _own(self, t: Tensor) -> int:
         value = self.next_value
@@ -215,7 +208,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is _DEVICE_OF:  # two thirds of all calls
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, _COMPUTED.get(func, func)
         if not isinstance(func, OpOverload):
             raise CaptureError(f"the higher-order operator {func} cannot be part of a program; use the plain form of it")
         info = op_info(func)
@@ -226,6 +219,9 @@ class Recorder(TorchDispatchMode):
                 return self.constants.number(args[0])
             with contextlib.suppress(NotConstant):
                 return self.ways.number(args[0], self.sites.place())
+        if complex in map(type, args):
+            func = getattr(func.overloadpacket, "Tensor", func)
+            info, args = op_info(func), tuple(self._complex(a, dtypes_of(args)) if type(a) is complex else a for a in args)
         args, kwargs = self._fake_args(args), {k: self._fake_args((v,))[0] for k, v in kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if kwargs["device"] is not None else None
@@ -242,6 +238,12 @@ class Recorder(TorchDispatchMode):
         results = self._sized.promised(func, args, kwargs)
         self.emit(func, info, args, kwargs, text, results)
         return results
+
+    def _complex(self, number: complex, beside: tuple[torch.dtype, ...]) -> Tensor:
+        """A number that the text has no literal for, as precise as what it is computed with."""
+        dtype = torch.complex128 if not beside or {torch.float64, torch.complex128}.intersection(beside) else torch.complex64
+        with _disable_current_modes():
+            return self._numbers.setdefault((number, dtype), torch.tensor(number, dtype=dtype))
 
     def _fake_args(self, args: tuple) -> tuple:
         """Real tensors among the arguments become declared fakes."""

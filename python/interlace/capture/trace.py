@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._mode_utils import no_dispatch
 
@@ -20,7 +20,7 @@ from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants
 from interlace.capture.effects import Stored, generators
 from interlace.capture.groups import Groups
-from interlace.capture.inputs import InputSpec, Path, rebuild
+from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.model_tensors import ModelTensor, in_memory_order, make_fake, swapped
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn
@@ -29,15 +29,19 @@ from interlace.capture.sites import OUTSIDE, Sites, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
 from interlace.capture.tracing import (
+    LossForm,
     followed_modules,
     known_values_are_no_trace,
     without_assertions,
+    without_backward,
     without_branches,
     without_checkpointing,
     without_fused_recurrence,
     without_log,
 )
+from interlace.capture.watch import Change
 from interlace.capture.ways import Ways
+from interlace.capture.writes import refuse_writes
 from interlace.errors import CaptureError
 from interlace.version import __version__
 
@@ -51,8 +55,10 @@ class Trace:
     def __init__(
         self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
         opaque_calls: dict[str, list[OpaqueCall]], casts: Casts, example: Any = None, undecided: Collection[str] = (),
+        trained: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """`example`: the batch whose ways (ways.py) are taken, but at places that are `undecided`; None: Python may read none."""
+        """`example`: the batch whose ways (ways.py) are taken, but at places that are `undecided`; None: Python may read none. `trained`:
+        names of parameters that get a gradient of zeros where they have none."""
         self.opaque_calls, self.casts = opaque_calls, casts
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
@@ -75,6 +81,10 @@ class Trace:
         self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
         self.names: dict[int, str] = {}  # of buffers that are not the model's, by the tensor's id
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
+        self.trained = trained
+        self.unused: list[str] = []  # of `trained`, those without a gradient
+        self.idle: list[str] = []  # others that have none
+        self.first_result = 0  # the values before it are declared
         self.drew = False  # random numbers of Python or NumPy
 
     # ---- tensors that are not results ----
@@ -151,6 +161,7 @@ class Trace:
             self.tensors.append(scale)
             self._declare(scale)
         batch = self._inputs(batch)
+        self.first_result = self.recorder.next_value
         params = [t for t in model_tensors if t.kind == "param" and t.real.requires_grad]
         replaced = {id(t.real): t.fake for t in model_tensors}
         rec = self.recorder
@@ -161,6 +172,7 @@ class Trace:
             stack.enter_context(followed_modules(self.sites, self._opaque))
             stack.enter_context(without_log())
             stack.enter_context(without_assertions())
+            stack.enter_context(without_backward())
             stack.enter_context(without_branches())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_fused_recurrence())
@@ -184,11 +196,16 @@ class Trace:
             self._locating("backward", lambda: self._gradients(params, scale))
             rec.part = "fwd"
             self._locating("forward", lambda: self._replaced(stored))
-        for t in self.tensors:
-            if t.fake is not None and rec.was_written(t.fake) and id(t) not in self._assigned:
-                if t.kind == "param":
-                    raise CaptureError(f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead")
-                rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.root_of(t.fake)}")
+        self._written()
+
+    def _written(self) -> None:
+        """Buffers that were written in place, or by `b.data = ...`: their next values."""
+        rec = self.recorder
+        written = [t for t in self.tensors if t.fake is not None and rec.was_written(t.fake)]
+        refuse_writes({t.name: t.real.requires_grad for t in written if t.kind == "param"})
+        for t in written:
+            if id(t) not in self._assigned:
+                rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.next_of(t.fake)}")  # type: ignore[arg-type]
 
     def number_dtype(self) -> torch.dtype:
         """What numbers that become tensors are kept in: as wide as the model's parameters, float32 at least."""
@@ -205,13 +222,26 @@ class Trace:
             read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
             if t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
                 continue  # it is only kept for somebody to look at
-            if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):
-                raise CaptureError(
-                    f"'{where}' is a tensor of shape {tuple(t.real.shape)} and the model puts one of shape {tuple(new.shape)} in its "
-                    "place while it runs; a program keeps its size"
-                )
-            self.recorder.mark("assign", f"%{self.ids[id(t)]}", f"%{self.recorder.value_of(new.detach())}")
-            self._assigned.add(id(t))
+            self._assign(t, new.detach(), f"'{where}'")
+
+    def assign(self, change: Change) -> bool:
+        """A tensor that the trace has read outside of the model, and another one that is in its place now: its next value."""
+        known = self._lifted.get(id(change.before))
+        if known is None or not isinstance(change.after, FakeTensor):
+            return False
+        t = next((t for t in self.tensors if t.fake is known[1]), None)
+        if t is not None:
+            self._assign(t, change.after, change.where)
+        return t is not None
+
+    def _assign(self, t: ModelTensor, new: Tensor, where: str) -> None:
+        if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):
+            raise CaptureError(
+                f"{where} is a tensor of shape {tuple(t.real.shape)} and the model puts one of shape {tuple(new.shape)} in its "
+                "place while it runs; a program keeps its size"
+            )
+        self.recorder.mark("assign", f"%{self.ids[id(t)]}", f"%{self.recorder.value_of(new)}")
+        self._assigned.add(id(t))
 
     def _gradients(self, params: list[ModelTensor], scale: ModelTensor | None) -> None:
         """Traces the backward part and marks the parameters' gradients."""
@@ -221,6 +251,10 @@ class Trace:
         fakes: Any = [p.fake for p in params]
         grads = torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True)
         for p, g in zip(params, grads, strict=True):
+            if g is None:
+                (self.unused if p.name in self.trained else self.idle).append(p.name)
+            if g is None and p.name in self.trained:
+                g = torch.zeros_like(p.fake)  # type: ignore[arg-type]
             if g is not None:
                 self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
         if all(g is None for g in grads):
@@ -228,28 +262,30 @@ class Trace:
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
         result = self._result(loss_fn, batch)
-        named: dict[str, Any]
         if isinstance(result, dict):
             if "loss" not in result:
-                raise CaptureError(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
-            named = {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
+                raise LossForm(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
+            loss, rest = result["loss"], {str(k): v for k, v in result.items() if k != "loss"}
         elif isinstance(result, (tuple, list)) and result:
-            named = {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
+            loss, rest = result[0], {str(i): v for i, v in enumerate(result) if i > 0}
         else:
-            named = {"loss": result}
-        loss = named["loss"]
+            loss, rest = result, {}
         if not isinstance(loss, Tensor):
-            raise CaptureError(f"the loss is a {type(loss).__name__}; return a scalar tensor")
-        if loss.dim() != 0:
-            raise CaptureError(f"the loss has shape {tuple(loss.shape)}; return a scalar, for example loss.mean()")
+            raise LossForm(f"the loss is a {type(loss).__name__}; return a scalar tensor")
+        if loss.numel() != 1:
+            raise LossForm(f"the loss has shape {tuple(loss.shape)}; return a scalar, for example loss.mean()")
         if not loss.is_floating_point():
-            raise CaptureError(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
+            raise LossForm(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
         if not loss.requires_grad:
-            raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
-        for name, value in named.items():
-            if not isinstance(value, Tensor):
-                raise CaptureError(f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss")
-            self.outputs[name] = value
+            raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
+        self.outputs["loss"] = loss.reshape(()) if loss.dim() else loss
+        for path, value in leaves(rest):
+            if value is None or isinstance(value, str):
+                continue  # nothing that a program could give
+            if not isinstance(value, (Tensor, bool, int, float)):
+                what = type(value).__name__
+                raise LossForm(f"output '{path_name(path)}' of the loss function is a {what}; return tensors and numbers beside the loss")
+            self.outputs[path_name(path)] = value if isinstance(value, Tensor) else torch.tensor(value)
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""
@@ -288,7 +324,7 @@ class Trace:
             place = user_place(e.__traceback__)
             if not place:
                 raise
-            kind = CalledOtherwise if isinstance(e, CalledOtherwise) else CaptureError
+            kind = type(e) if type(e) in (CalledOtherwise, LossForm) else CaptureError
             raise kind(f"{place}: {e}{self.module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
             place = user_place(e.__traceback__) or what
@@ -330,6 +366,7 @@ class Trace:
             lines.append(f"meta tensor {quote(plan)}")
         if self.ways.read:
             lines.append(f"meta ways {quote(json.dumps(self.ways.read))}")
+        lines += [f"meta {word} {quote(json.dumps(names))}" for word, names in (("unused", self.unused), ("idle", self.idle)) if names]
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")

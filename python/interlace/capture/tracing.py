@@ -182,6 +182,25 @@ def known_values_are_no_trace(constants: Constants) -> Iterator[None]:
         utils.is_fake_tensor = ask  # type: ignore[attr-defined]
 
 
+class LossForm(CaptureError):
+    """A loss function gives or does what no step can be made of, however it is computed."""
+
+
+@contextlib.contextmanager
+def without_backward() -> Iterator[None]:
+    """A loss function that makes the gradients itself is told so."""
+    backward = torch.autograd.backward
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise LossForm("the loss function calls backward(); return the loss alone, a step makes the gradients of what it returns")
+
+    torch.autograd.backward = refused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+
+
 _REFUSED = {
     "OptimizedModule": "torch.compile; pass the module it was made from (model._orig_mod)",
     "DistributedDataParallel": "DistributedDataParallel; pass the module inside (model.module)",

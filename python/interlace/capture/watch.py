@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import logging
 import sys
@@ -50,6 +51,7 @@ class Change:
     kind: str
     put: Callable[[Any], None]  # into the place; MISSING takes it away
     owner: str | None = None  # path of the module whose attribute it is
+    reads: list[str] = dataclasses.field(default_factory=list)  # operators that asked for a number's value (effects.py)
 
 
 _OF_SAVING = frozenset({"architectures", "transformers_version"})  # Hugging Face's save_pretrained writes them, on whatever rank saves
@@ -145,8 +147,8 @@ class Watch:
                 found.append(Change(where, t, t, "tensor", lambda value: None, owner))
         return found
 
-    def restore(self) -> list[Change]:
-        """Puts everything back, attributes that no code mentions too; gives what had changed."""
+    def changed(self) -> list[Change]:
+        """As moved(), and attributes that no code mentions too."""
         found = self.moved()
         for values, before, where, owner in self._attributes:
             if len(values) != len(before) or any(map(is_not, values.values(), before.values())):
@@ -155,6 +157,11 @@ class Watch:
                     old, new = before.get(key, MISSING), values.get(key, MISSING)
                     if old is not new and where(key) not in known:
                         found.append(Change(where(key), old, new, "value", _setter(values, key), owner))
+        return found
+
+    def restore(self) -> list[Change]:
+        """Puts everything back; gives what had changed."""
+        found = self.changed()
         for change in reversed(found):
             if change.kind != "tensor":
                 change.put(change.before)
@@ -227,6 +234,9 @@ class Watch:
         owner = f"module '{path}'" if path else "the model"
         values = vars(module)
         mentioned = self._names_of(type(module))
+        if mentioned is not None:  # functions of this module alone, a forward that was put in its place
+            codes = (getattr(getattr(v, "__func__", v), "__code__", None) for v in values.values())
+            mentioned = mentioned.union(*(_mentions(code) for code in codes if code is not None))
         self._seen[id(values)] = module
 
         def where(key: Any, owner: str = owner) -> str:
@@ -362,7 +372,7 @@ class Watch:
         if installed:
             return
         names = _mentions(code)
-        for name in sorted(names & f.__globals__.keys()):
+        for name in sorted(_loads(code) & f.__globals__.keys()):
             self._global(f.__globals__, name, names, where)
 
     def _global(self, space: dict, name: str, names: set[str], where: str) -> None:
@@ -432,6 +442,16 @@ def _mentions(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _mentions(constant)
+    return names
+
+
+@functools.cache
+def _loads(code: types.CodeType) -> set[str]:
+    """Globals that code reads; `_mentions` has its attributes too, and a script's own `loss` is none of `out.loss`."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _loads(constant)
     return names
 
 

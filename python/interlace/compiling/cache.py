@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors.torch import load, save
 
 from interlace import private
 from interlace.version import __version__
@@ -71,8 +70,7 @@ class Cache:
     def put(self, kind: str, key: str | None, record: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:
         if self.folder is None or key is None:
             return
-        contiguous = {n: t.contiguous() for n, t in (tensors or {}).items()}
-        whole = json.dumps(record).encode() + b"\n" + (save_tensors(contiguous) if contiguous else b"")
+        whole = json.dumps(record).encode() + b"\n" + (save_tensors(tensors) if tensors else b"")
         packed = zlib.compress(whole, 1)
         if len(packed) > MAX_PACKED or len(whole) > MAX_BYTES:
             return
@@ -103,6 +101,19 @@ class Cache:
         if text not in self.notes:
             self.notes.append(text)
             log.warning("%s", text)
+
+
+_COMPLEX = " complex"  # ends the names of tensors that safetensors has no type for; they go as pairs of numbers
+
+
+def save_tensors(tensors: dict[str, torch.Tensor]) -> bytes:
+    pairs = {n + _COMPLEX if t.is_complex() else n: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for n, t in tensors.items()}
+    return bytes(save({n: t.contiguous() for n, t in pairs.items()}))
+
+
+def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    found = load(data).items()
+    return {n.removesuffix(_COMPLEX): torch.view_as_complex(t) if n.endswith(_COMPLEX) else t for n, t in found}
 
 
 @functools.cache

@@ -46,6 +46,7 @@ class Captures:
         self.config = programs.config
         self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
         self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
+        self.trained: set[str] = set()  # parameters that had a gradient in some program; in others they have zeros (`meta unused`)
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
@@ -101,7 +102,7 @@ class Captures:
                     self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
                     rng_mode=self.config.rng, casts=Casts.named(
                         self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale)
-                    ), watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
+                    ), watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided, trained=self.trained,
                 )  # fmt: skip
             drops = [(place, p) for place, p in drops if place not in holders or place in read]
             own = {t.name for t in collect(self.model)}
@@ -147,6 +148,7 @@ class Captures:
         mark.word(groups.lines(), [groups.of.get(id(t.real)) for t in tensors])
         mark.word(sorted(self.numbers))
         mark.word(sorted(self.undecided))
+        mark.word(sorted(self.trained))
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
 

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from interlace.capture import OpaqueCall, OpaqueTable
-from interlace.compiling.cache import Cache
+from interlace.compiling.cache import Cache, load_tensors, save_tensors
 from interlace.compiling.regions import Regions
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
@@ -114,7 +112,7 @@ class Programs:
         what = f"{what} ({self._shared})"  # a key of the store is written once
         patience = self.config.timeout_s * COMPILE_PATIENCE
         parts = json.loads(self.peers.broadcast(what, json.dumps(parts).encode(), patience))
-        packed = save_tensors({n: t.contiguous() for n, t in constants.items()})
+        packed = save_tensors(constants)
         data = self.peers.broadcast(f"{what}: constants", packed, patience)
         if parts["opaque"] and self.opaque is not None:  # rank 0's, of this very run
             calls, sometimes = unpack(parts["opaque"])

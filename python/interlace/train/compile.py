@@ -21,7 +21,7 @@ from torch import nn
 
 from interlace.capture import InputSpec, OpaqueTable
 from interlace.capture.groups import optimizer_groups
-from interlace.capture.model_tensors import check_parameters, collect
+from interlace.capture.model_tensors import check_parameters, collect, count_as_buffers
 from interlace.capture.several import Several, members_of, name_of
 from interlace.capture.tensor_plan import read_plan
 from interlace.checkpoint.weights import Weights, find_name
@@ -112,6 +112,7 @@ class _Build:
         shapes = self._open_shapes()
         source = self._source(None)
         built = self._built(source)
+        self._name_buffers(built)
         self._fill_parameters(built.states)
         buffers = self._fill_buffers(built)
         runner: Any = built.executor
@@ -127,8 +128,9 @@ class _Build:
         if hyper.import_steps():
             self._import_optimizer(built.states)
         adopt(self.tensors, built.states, buffers)
+        kinds = {id(t.real): t.kind for t in self.tensors}
         entries = [
-            (name, self.names[id(t)], isinstance(t, nn.Parameter))
+            (name, self.names[id(t)], kinds[id(t)] == "param")
             for name, t in self.model.state_dict(keep_vars=True).items()
             if isinstance(t, Tensor) and id(t) in self.names
         ]
@@ -224,6 +226,14 @@ class _Build:
     def _built(self, source: Source) -> Built:
         self.programs.compare_digests(source)
         return self.programs.build(source)
+
+    def _name_buffers(self, built: Built) -> None:
+        """Frozen parameters that the model writes are buffers of the program, on every rank."""
+        buffers = {b["name"] for b in built.ir.buffers()}
+        written = [t for t in self.tensors if t.kind == "param" and t.name in buffers]
+        for t in written:
+            t.kind = "buffer"
+        count_as_buffers(self.model, [t.name for t in written])
 
     # ---- values ----
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from interlace.capture.model_tensors import collect
+from interlace.capture.opaque import LOSS, TAIL
 from interlace.capture.watch import MISSING, Change, Watch, describe
 from interlace.capture.ways import Way, other_way, ways_of
 from interlace.compiling.captures import Captures
@@ -51,6 +52,7 @@ class Follow:
         self._programs: dict[tuple[str, str], tuple[Built, int]] = {}
         self._turns: Counter[str] = Counter()  # programs captured for other ways, by the place that tells them apart
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
+        self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
         self._look()
 
     def _look(self) -> None:
@@ -77,6 +79,19 @@ class Follow:
             self._look()
             self._again(_said(rest), before, batch, numbers)
         self._look()
+
+    def after_step(self) -> None:
+        """What opaque modules have changed of themselves in the step is no change between two steps; an opaque loss function may change
+        anything."""
+        table, program = self.planner.programs.opaque, self.run.program
+        if table is None or not table.calls:
+            return
+        if self._opaque[0] is not program:
+            self._opaque = program, {call.path for call in table.calls_in(program)}
+        paths = self._opaque[1]
+        changes = self.watch.moved() if paths else []
+        if changes and (paths & {"", LOSS, TAIL} or all(_within(c.owner, paths) for c in changes)):
+            self._look()
 
     def take(self, batch: Any, inputs: list[list[Tensor]]) -> None:
         """The program for the ways that a step's batch takes runs; `inputs`: its micro-batches. Every rank must call it. Error: the model's,
@@ -172,6 +187,8 @@ class Follow:
             self._turns[place] += 1
         log.warning("step %d: compiling again, because %s", run.steps, why)
         micro_batch = run.example(batch)
+        trained = self._trained()
+        self.captures.trained |= trained
 
         def make() -> Source:
             text, constants = self._text(micro_batch, numbers - self._fixed)
@@ -188,6 +205,8 @@ class Follow:
             except ProgramError:  # other parameters have gradients now
                 self._programs.clear()
                 self.frozen.rebuild(source)
+                for name in self._trained() - trained:  # as in torch.optim they begin now
+                    run.left_out[name] = run.hyper.steps[run.states.parameters[name].group or 0]
             else:
                 if len(self._programs) >= KEPT:
                     self._programs.pop(next(iter(self._programs)))
@@ -213,6 +232,11 @@ class Follow:
             self.captures.numbers = known
         return self.captures.text(micro_batch)
 
+    def _trained(self) -> set[str]:
+        """The parameters that the running program gives gradients to."""
+        idle = json.loads(self.run.ir.meta().get("idle", "[]"))
+        return {name for name, p in self.run.states.parameters.items() if p.group is not None and p.unit is not None}.difference(idle)
+
     def _use(self, built: Built) -> None:
         run = self.run
         if run.shapes is not None:
@@ -230,6 +254,10 @@ class Follow:
         """Of all that is watched but what programs read from buffers."""
         state = "\n".join(f"{where}={value}" for where, value in watch.state() if where not in self.captures.numbers)
         return hashlib.sha256(state.encode()).hexdigest()
+
+
+def _within(owner: str | None, paths: set[str]) -> bool:
+    return owner is not None and any(owner == path or owner.startswith(f"{path}.") for path in paths)
 
 
 def _may_be_input(where: str) -> bool:

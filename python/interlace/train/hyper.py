@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from interlace.capture.groups import has_pilot, is_rule, kind_of, small_shapes
+from interlace.capture.groups import counts_steps, has_pilot, is_rule, kind_of, small_shapes
 from interlace.capture.pilot import Pilot, Step, as_state
 from interlace.capture.several import members_of
 from interlace.capture.whole import WHOLE, whole_groups
@@ -138,6 +138,15 @@ class Hyper:
         self.steps[i] = 0
         if (piloted := self._piloted_of(i)) is not None:
             piloted.pilot = piloted.pilot.with_group_of(piloted.fresh, i - piloted.first)
+
+    def counts_steps(self, i: int) -> bool:
+        """Whether group i's step depends on how many there were, in a way that the optimizer alone knows."""
+        piloted = self._piloted_of(i)
+        if piloted is None:
+            return counts_steps(self._kinds[i])
+        now = piloted.pilot.step()
+        next_one = now.after.step().forms[i - piloted.first]
+        return (next_one.lines, next_one.numbers) != (now.forms[i - piloted.first].lines, now.forms[i - piloted.first].numbers)
 
     def rule_states(self, i: int) -> tuple[str, ...]:
         kind = self._kinds[i]

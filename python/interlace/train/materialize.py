@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.capture.model_tensors import ModelTensor
 from interlace.capture.released import Released
+from interlace.capture.writes import written_by
 from interlace.compiling.states import States
 from interlace.errors import InterlaceError
 
@@ -103,12 +104,7 @@ class _WatchWrites(TorchDispatchMode):
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
-                for t in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(t, Tensor):
-                        self.written.add(t.untyped_storage()._cdata)
+        self.written.update(t.untyped_storage()._cdata for t in written_by(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -72,6 +72,7 @@ class Run:
         self.norm: float | None = None
         self.outputs: dict[str, list[Tensor]] = {}
         self.skipped = False
+        self.left_out: dict[str, int] = {}  # steps in which a parameter had no gradient while others of its group had one
         self.stage = stage_at(config.schedule, 0)  # entry of the schedule
         self.limit: int | None = None  # bytes that plans keep to, where other programs have left less than memory_limit
         self.save: Save | None = None  # under way

@@ -66,6 +66,8 @@ class Stepping:
         if self._unused is not None:
             with run.peers.guard():
                 self._unused.after_step(rows)
+        if self._follow is not None:
+            self._follow.after_step()
         run.loss_scale.after_step(not run.skipped)
         skips = run.config.skip_nonfinite
         if run.skipped and (run.loss_scale.exhausted or not (skips or run.loss_scale.dynamic)):

@@ -1,5 +1,5 @@
-"""Parameters that got no gradient in a step, because the opaque module that has them did not use them: as in torch.optim they stay as
-they are, with their moments, and their own count of steps does not go on.
+"""Parameters that got no gradient in a step, because the opaque module that has them did not use them, or the model went another way
+(`meta unused`): as in torch.optim they stay as they are, with their moments, and their own count of steps does not go on.
 
 The program gives them zeros and updates them like all others. So what this rank holds of those that may go unused is kept over a step
 and put back; what went unused for the first time is computed back, from a step whose gradient is known to be zero.
@@ -7,12 +7,13 @@ and put back; what went unused for the first time is computed back, from a step 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 
 import torch
 
-from interlace.capture.groups import counts_steps, is_rule
+from interlace.capture.groups import is_rule
 from interlace.compiling.states import WEIGHT
 from interlace.errors import InterlaceError
 from interlace.train.run import Run
@@ -27,26 +28,35 @@ class Unused:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.table = run.programs.opaque
-        self.skipped: dict[str, int] = {}  # steps that a parameter was left out of
         self._doubtful: set[str] | None = None  # kept over each step; in the first one, all
         self._kept: dict[str, Kept] = {}
+        self._of, self._some = "", list[str]()  # a program, and the names of what may go unused in it or went unused before
+        self._other_way: set[str] = set()  # of this program, what goes unused in every step
+        self._sometimes: set[str] = set()  # what opaque modules of it decide
 
     def _names(self) -> list[str]:
-        known = self.run.states.parameters
-        sometimes = self.table.sometimes if self.table is not None else ()
-        return sorted(n for n in sometimes if n in known and known[n].unit is not None)
+        if self._of is not self.run.program:
+            known = self.run.states.parameters
+            self._of = self.run.program
+            self._sometimes = self.table.sometimes_in(self.run.program) if self.table is not None else set()
+            self._other_way = set(json.loads(self.run.ir.meta().get("unused", "[]")))
+            names = self._sometimes | self._other_way | self.run.left_out.keys()
+            self._some = sorted(n for n in names if n in known and known[n].unit is not None)
+        return self._some
 
     def _kind(self, name: str) -> str:
         return self.run.kind_of(self.run.states.parameters[name].group or 0)
 
     def before_step(self) -> None:
         names = self._names()
-        if self.table is None or not names:
+        if not names:
             return
         if any(is_rule(self._kind(n)) for n in names):
             self._doubtful = set(names)  # a rule's step cannot be computed back
-        self.table.used.clear()
-        doubtful = names if self._doubtful is None else [n for n in names if n in self._doubtful]
+        if self.table is not None:
+            self.table.used.clear()
+        sure = self._other_way | self.run.left_out.keys()
+        doubtful = names if self._doubtful is None else [n for n in names if n in self._doubtful or n in sure]
         if doubtful:
             self.run.settle_save()
         self._kept = {name: {role: [t.clone() for t, _, _ in parts] for role, parts in self._parts(name)} for name in doubtful}
@@ -55,14 +65,15 @@ class Unused:
     def after_step(self, rows: list[list[float]]) -> None:
         """`rows`: the hyper-parameters that the step was made with."""
         names = self._names()
-        if self.table is None or not names:
+        if not names:
             return
-        flags = self.run.peers.groups.largest([int(n in self.table.used) for n in names])
+        used = self.table.used if self.table is not None else ()
+        flags = self.run.peers.groups.largest([int(n in used if n in self._sometimes else n not in self._other_way) for n in names])
         unused = [n for n, used in zip(names, flags, strict=True) if not used]
         if self._doubtful is None:
             self._doubtful = set()
         kept, self._kept = self._kept, {}
-        if self.run.skipped or not (unused or self.skipped):
+        if self.run.skipped or not (unused or self.run.left_out):
             return
         self.run.flush()
         for name in unused:
@@ -72,13 +83,13 @@ class Unused:
                 self._put_back(name, kept[name])
             else:
                 self._undo(name, kind, row)
-            self.skipped[name] = self.skipped.get(name, 0) + 1
+            self.run.left_out[name] = self.run.left_out.get(name, 0) + 1
             self._doubtful.add(name)
-        for name in self.skipped:
+        for name in self.run.left_out:
             kind = self._kind(name)
-            if name not in unused and name in kept and counts_steps(kind):
+            if name not in unused and name in kept and self.run.hyper.counts_steps(self.run.states.parameters[name].group or 0):
                 raise InterlaceError(
-                    f"parameter '{name}' has a gradient again after {self.skipped[name]} steps without one, and {kind} would go on with "
+                    f"parameter '{name}' has a gradient again after {self.run.left_out[name]} steps without one, and {kind} would go on with "
                     "another count of steps for it than for the rest of its group; freeze what is not used (requires_grad=False), or "
                     "train with AdamW, Adam or SGD"
                 )
@@ -149,7 +160,7 @@ class Unused:
 
     def _as_own_step(self, name: str, kind: str, row: list[float], kept: Kept) -> None:
         """The weights as of a step with the parameter's own count."""
-        lr, decay, t = row[0], row[4], row[5] - self.skipped[name]
+        lr, decay, t = row[0], row[4], row[5] - self.run.left_out[name]
         for (w, start, end), before in zip(dict(self._parts(name))[WEIGHT], kept[WEIGHT], strict=True):
             m, v = self._at(name, "exp_avg", start, end), self._at(name, "exp_avg_sq", start, end)
             w.copy_((before * (1 - lr * decay) if kind == "adamw" else before) - self._move(m, v, row, t))

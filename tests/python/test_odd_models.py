@@ -1,0 +1,305 @@
+"""Models that keep, write and count things while they run, and batches and losses of unusual forms: as eager PyTorch, in double precision."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import interlace
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+STEPS = 5
+
+
+class Net(nn.Module):
+    """`function(self, x)` is its forward."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.teacher = copy.deepcopy(self.a).requires_grad_(False)
+        self.rnn = nn.LSTM(4, 8, batch_first=True)
+        self.words = nn.Embedding(6, 8, max_norm=1.0, sparse=True)
+        self.register_buffer("turn", torch.polar(torch.ones(4, dtype=torch.float64), torch.arange(4).double()))
+        self.register_buffer("at", torch.zeros((), dtype=torch.long))
+        self.cos, self.table, self.calls, self.state = None, {}, 0, None
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def batch_of(seed: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(4, 8, generator=g).double(), "y": torch.randint(0, 3, (4,), generator=g)}
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def turns(self: Any, x: Tensor) -> Tensor:
+    """Backward of a complex product takes conjugates."""
+    pairs = torch.view_as_complex(self.a(x).view(-1, 4, 2)) * self.turn
+    spectrum = torch.fft.rfft(self.b(x)) * torch.exp(0.3j * torch.arange(5))
+    return self.head(torch.view_as_real(pairs * pairs.conj().flip(1)).flatten(1) + torch.fft.irfft(spectrum, n=8) + spectrum.abs().sum())
+
+
+def teaches_in_place(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        for mine, its in zip(self.a.parameters(), self.teacher.parameters(), strict=True):
+            its.data.mul_(0.9).add_(mine.data, alpha=0.1)
+    return self.head(self.a(x) - self.teacher(x))
+
+
+def teaches_anew(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        for mine, its in zip(self.a.parameters(), self.teacher.parameters(), strict=True):
+            its.data = 0.9 * its.data + 0.1 * mine.data
+    return self.head(self.a(x) - self.teacher(x))
+
+
+def teaches_by_a_count(self: Any, x: Tensor) -> Tensor:
+    """Reads a buffer in Python, so that it is opaque."""
+    y = teaches_in_place(self, x)
+    scale = 1.0 if int(self.at) < 2 else 0.5
+    self.at += 1
+    return y * scale
+
+
+def caches(self: Any, x: Tensor) -> Tensor:
+    if self.cos is None:
+        self.cos, self.count = torch.arange(8, dtype=x.dtype).cos(), 8
+    if x.shape not in self.table:
+        self.table[x.shape] = torch.ones(x.shape[1], dtype=x.dtype).cumsum(0).sqrt()
+    return self.head(self.a(x) * self.cos + self.b(x) * self.table[x.shape])
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return self.head(self.a(x)) * (1.0 if self.calls < 3 else 0.5)
+
+
+def goes_on(self: Any, x: Tensor) -> Tensor:
+    y, state = self.rnn(x.view(4, 2, 4), self.state)
+    self.state = tuple(t.detach() for t in state)
+    return self.head(y[:, -1])
+
+
+def packs(self: Any, x: Tensor) -> Tensor:
+    lengths = (x[:, 0] > 0).long() + 1
+    packed = nn.utils.rnn.pack_padded_sequence(x.view(4, 2, 4), lengths, batch_first=True, enforce_sorted=False)
+    return self.head(self.rnn(packed)[1][0][-1])
+
+
+def looks_up(self: Any, x: Tensor) -> Tensor:
+    return self.head(self.words(x.abs().sum(1).long() % 6))
+
+
+WHOLE = [turns, teaches_in_place, teaches_anew, caches]
+OPAQUE = [teaches_by_a_count, counts, goes_on, packs, looks_up]
+
+
+def train(function: Callable[[Any, Tensor], Tensor], kind: str = "sgd", **config: Any) -> tuple[list[float], list[float], int, list[float]]:
+    """Losses of eager steps and ours, the number of opaque calls, and how far parameters and buffers are from eager's."""
+    rank, size = parity.rank_and_size()
+    torch.manual_seed(0)
+    model = Net(function).double()
+    theirs = copy.deepcopy(model)
+    make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2)}[kind]
+    optimizer, expected = make(theirs.parameters()), []
+    for step in range(STEPS):
+        before = {n: b.clone() for n, b in theirs.named_buffers()}
+        frozen = {n: p.detach().clone() for n, p in theirs.named_parameters() if not p.requires_grad}
+        total = 0.0
+        for r in range(size):
+            if r:  # every rank begins a step with the same
+                for n, b in theirs.named_buffers():
+                    b.copy_(before[n])
+                for n, p in theirs.named_parameters():
+                    if n in frozen:
+                        p.data.copy_(frozen[n])
+            loss = loss_of(theirs, batch_of(10 * step + r)) / size
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total)
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=60, **config)
+    with interlace.compile(model, make(model.parameters()), loss_of, batch_of(rank), settings) as trainer:
+        losses = [parity.mean_over_ranks(trainer.step(batch_of(10 * step + rank))) for step in range(STEPS)]
+        state = trainer.state_dict(all_ranks=True)
+        far = [float((state[n] - t).abs().max()) for n, t in theirs.state_dict().items()]
+        return losses, expected, len(trainer.summary()["opaque"]), far
+
+
+@pytest.mark.parametrize("function", WHOLE, ids=lambda f: f.__name__)
+def test_captured_whole(function: Callable[[Any, Tensor], Tensor]) -> None:
+    losses, expected, opaque, far = train(function)
+    assert opaque == 0
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert max(far) < 1e-8
+
+
+@pytest.mark.parametrize("function", OPAQUE, ids=lambda f: f.__name__)
+def test_opaque(function: Callable[[Any, Tensor], Tensor]) -> None:
+    if function is looks_up:
+        losses, expected, opaque, far = train(function, fullgraph=False)
+    else:
+        losses, expected, opaque, far = train(function, "adamw", fullgraph=False)
+    assert opaque == 1
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert max(far) < 1e-8
+
+
+@pytest.mark.parametrize("strategy", ["shard", "replicate"])
+def test_a_teacher_on_two_ranks(strategy: str) -> None:
+    for function in (teaches_in_place, teaches_anew):
+        for losses, expected, opaque, far in ranks.run(train, 2, function, strategy=strategy):
+            assert opaque == 0
+            assert losses == pytest.approx(expected, rel=1e-9)
+            assert max(far) < 1e-8
+
+
+def refuses_a_norm() -> str:
+    model = Net(looks_up).double()
+    with pytest.raises(CaptureError) as e:
+        interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0), interlace.Config(fullgraph=False))
+    return str(e.value)
+
+
+def test_parameters_that_two_ranks_would_write_are_named() -> None:
+    for text in ranks.run(refuses_a_norm, 2):
+        assert "parameter 'words.weight' is changed in place while the model runs" in text
+
+
+def halves(self: Any, x: Tensor) -> Tensor:
+    """A frozen parameter is written, and one that is trained."""
+    self.a.weight.data.mul_(0.5)
+    return self.head(self.a(x)) * (1 if float(x.sum()) > 0 else 2)
+
+
+def test_what_a_refused_model_has_written_is_put_back() -> None:
+    model = Net(halves).double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CaptureError, match=r"parameter 'a\.weight' is changed in place while the model runs"):
+        interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0), interlace.Config(fullgraph=False))
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before[name])
+
+
+# ---- losses and batches ----
+
+
+class Average:
+    """A loss function that keeps a tensor, and puts another in its place."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / (1 + self.mean)
+
+
+class Record:
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+    more: dict = dataclasses.field(default_factory=dict, init=False)
+
+
+def of_attributes(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch.x), batch.y)
+
+
+def nested(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+    y = model(batch["x"])
+    return F.cross_entropy(y, batch["y"]).reshape(1), {"logits": y, "rows": len(y), "name": "ce", "none": None}
+
+
+@pytest.mark.parametrize("kind", [Average, Record, Frozen, nested])
+def test_losses_and_batches(kind: Any) -> None:
+    def wrapped(seed: int) -> Any:
+        return kind(**batch_of(seed)) if kind in (Record, Frozen) else batch_of(seed)
+
+    def own() -> Any:
+        return kind() if kind is Average else of_attributes if kind in (Record, Frozen) else nested
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3).double()
+    theirs = copy.deepcopy(model)
+    optimizer, loss_fn, expected = torch.optim.SGD(theirs.parameters(), lr=0.1), own(), []
+    for step in range(STEPS):
+        loss = loss_fn(theirs, wrapped(step))
+        loss = loss[0] if kind is nested else loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), own(), wrapped(0), interlace.Config(schedule=[])) as trainer:
+        losses = [trainer.step(wrapped(step)).item() for step in range(STEPS)]
+        if kind is nested:
+            assert trainer.outputs["1.rows"][0].item() == 4 and trainer.outputs["1.logits"][0].shape == (4, 3)
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loss_that_makes_its_gradients() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    for fullgraph in (True, False):
+        model = nn.Linear(8, 3).double()
+        with pytest.raises(CaptureError, match=r"test_odd_models.py:\d+: the loss function calls backward\(\); return the loss alone"):
+            interlace.compile(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch_of(0), interlace.Config(fullgraph=fullgraph)
+            )
+
+
+loss = 0.0  # as scripts have it, beside models with an attribute of this name
+
+
+class Attribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 3).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return dataclasses.make_dataclass("Result", ["loss"])(F.cross_entropy(self.body(x), y))
+
+
+def test_a_global_with_an_attributes_name_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    global loss
+    model = Attribute()
+    with interlace.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(**b).loss, batch_of(0), interlace.Config(schedule=[])
+    ) as trainer:
+        with caplog.at_level(logging.WARNING, "interlace"):
+            for step in range(3):
+                loss = float(trainer.step(batch_of(step)))
+        assert "compiling again" not in caplog.text
+
+
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    model = nn.Linear(8, 3, dtype=torch.complex128)
+    with pytest.raises(CaptureError, match=r"parameter 'weight' is complex; .*torch.view_as_complex"):
+        interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0))
