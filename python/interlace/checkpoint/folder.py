@@ -27,6 +27,7 @@ from interlace.checkpoint.contents import CHECKSUMS, FORMAT, OWN_FILES, TRAINER
 from interlace.checkpoint.disk import Disk
 from interlace.checkpoint.tensor_file import CheckpointError, Layout, checksum_text, sums_of
 from interlace.config import format_bytes
+from interlace.errors import UNREADABLE
 
 log = logging.getLogger("interlace")
 _told: set[str] = set()
@@ -245,6 +246,6 @@ def _own_name(folder: Path, final: Path) -> Path | None:
     """The name beside `final` that an older checkpoint gets; None: the folder holds none."""
     try:
         step = int(json.loads((folder / TRAINER).read_bytes())["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, *UNREADABLE):
         return None
     return final.with_name(f"{final.name}.step-{step}")
