@@ -10,6 +10,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,21 +119,36 @@ def forge(folder: Path, name: str, data: bytes) -> None:
     index.write_text(f'{text[:-1]},"self":"{checksum_text(text.encode())}"}}\n')
 
 
-_trainer: list[Any] = []
+_trainers: dict[str, Any] = {}
 
 
-def load_forged(folder: Path) -> Any:
-    """Into a trainer: an error changes nothing in it, and after one that was loaded a step can be made or says why not."""
+def _trainer(kind: str) -> Any:
+    """Of this process: the trainer, its model, optimizer, scheduler and batch."""
     import interlace
 
-    if not _trainer:
+    if kind not in _trainers:
         model, optimizer = _linear()
-        config = interlace.Config(schedule=[], cache="off")
+        if kind == "rule":
+            optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+        config = interlace.Config(cache="off", **({} if kind == "rule" else {"schedule": []}))
         batch = torch.ones(2, 3)
         loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
-        _trainer.append((interlace.compile(model, optimizer, loss, batch, config), model, optimizer, batch))
-    trainer, model, optimizer, batch = _trainer[0]
-    scheduler = _scheduler(optimizer)
+        scheduler = _scheduler(optimizer)
+        _trainers[kind] = interlace.compile(model, optimizer, loss, batch, config), model, optimizer, scheduler, batch
+    return _trainers[kind]
+
+
+def make_saved(folder: Path, kind: str) -> None:
+    trainer, _, _, scheduler, batch = _trainer(kind)
+    for _ in range(3):
+        trainer.step(batch)
+        scheduler.step()
+    trainer.save(folder / "c", scheduler=scheduler)
+
+
+def load_forged(folder: Path, kind: str) -> Any:
+    """Into a trainer: an error changes nothing in it, and after one that was loaded a step can be made or says why not."""
+    trainer, model, optimizer, scheduler, batch = _trainer(kind)
 
     def state() -> str:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -330,7 +346,11 @@ READERS = {
     reader.name: reader
     for reader in (
         Reader("checkpoint", make_checkpoint, read_checkpoint, (CheckpointError,), checked=True),
-        Reader("load", make_checkpoint, load_forged, (InterlaceError,), takes=_named(TRAINER, SCHEDULER, MODEL, OPTIMIZER, CHECKSUMS), put=forge),
+        *(
+            Reader(f"load-{kind}", partial(make_saved, kind=kind), partial(load_forged, kind=kind), (InterlaceError,),
+                   takes=_named(TRAINER, SCHEDULER, MODEL, OPTIMIZER, CHECKSUMS), put=forge)
+            for kind in ("adamw", "rule")
+        ),
         Reader("run", make_checkpoint, read_record, (CheckpointError, SettingError), takes=_named(run_record.RUN_FILE), put=forge),
         Reader("scheduler", make_checkpoint, read_scheduler, (CheckpointError,), takes=_named(SCHEDULER), put=forge),
         Reader("weights", make_weights, read_weights, (InterlaceError,)),
