@@ -359,7 +359,7 @@ READERS = {
         Reader("cache-forged", make_cache, read_cache, opened=_unpacked, put=forge_cache),
         Reader("tokens", make_tokens, read_tokens, checked=True, takes=lambda path: path.endswith((".json", ".tokens"))),
         Reader("store", make_store, read_store, (StoreError,), checked=True),
-        Reader("store-forged", make_store, read_store, (StoreError,), opened=lambda name, data: b'{"us": 1.5, "bytes": 100}', put=forge_store),
+        Reader("store-forged", make_store, read_store, (StoreError,), opened=lambda name, data: b'{"us": 1.5, "n": 100}', put=forge_store),
         Reader("regions", make_regions, read_regions, (kept.RegionsError,), checked=True),
         Reader("toml", lambda f: (f / "run.toml").write_text(as_toml(TrainSettings())) and None, read_toml, (SettingError,)),
         Reader("tokenizer", make_tokenizer, read_tokenizer, (DataError,)),

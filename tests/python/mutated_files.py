@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from file_readers import READERS, Reader
 

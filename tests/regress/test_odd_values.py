@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from interlace.calibrate.runs import read_runs  # noqa: E402
-from interlace.checkpoint.contents import check_hyper  # noqa: E402
-from interlace.cost.store import Store, StoreError, _sum  # noqa: E402
-from interlace.data import text, tokens  # noqa: E402
-from interlace.data.text import DataError  # noqa: E402
-from interlace.errors import InterlaceError  # noqa: E402
-from interlace.regions import kept  # noqa: E402
-from interlace.report.run_log import LogError, read_log  # noqa: E402
+from interlace.calibrate.runs import read_runs
+from interlace.checkpoint.contents import check_hyper
+from interlace.cost.store import Store, StoreError, _sum
+from interlace.data import text, tokens
+from interlace.data.text import DataError
+from interlace.errors import InterlaceError
+from interlace.regions import kept
+from interlace.report.run_log import LogError, read_log
 
 HUGE = "1" + 400 * "0"
 

@@ -128,7 +128,7 @@ class Checkpoint(contextlib.AbstractContextManager):
                         raise ValueError(f"the hyper-parameter '{key[:40]}' is no number")
             list(data["kind"])
             scale = data.get("loss_scale")
-            if scale is not None and not (_is_plain(scale) and len(scale) == 2 and scale[0] > 0 and math.isfinite(scale[0]) and int(scale[1]) >= 0):
+            if scale is not None and not (_is_plain(scale) and len(scale) == 2 and 0 < scale[0] < math.inf and int(scale[1]) >= 0):
                 raise ValueError("the loss scale is none")
             if "loop" in data and not (isinstance(data["loop"]["count"], int) and data["loop"]["count"] >= 0):
                 raise ValueError("the schedule stands nowhere")
@@ -190,7 +190,7 @@ class Checkpoint(contextlib.AbstractContextManager):
 def _is_plain(value: Any) -> bool:
     """A number, a word, or a few numbers: what torch.optim keeps in a group."""
     if isinstance(value, list):
-        return len(value) <= 16 and all(v is None or isinstance(v, (int, float)) and _is_plain(v) for v in value)
+        return len(value) <= 16 and all(v is None or (isinstance(v, (int, float)) and _is_plain(v)) for v in value)
     return value is None or isinstance(value, (float, str)) or (isinstance(value, int) and abs(value) < MOST_STEPS)
 
 

@@ -201,10 +201,12 @@ def _bytes(data: str | bytes) -> bytes:
 
 
 def kept_checkpoints(final: Path) -> list[Path]:
-    """The older checkpoints beside a folder, the newest first."""
+    """The older checkpoints beside a folder, the newest first: those of this user, of root, and of whom the folder around them belongs to.
+    In one where all may write (/tmp), others could lay theirs."""
     pattern = re.compile(re.escape(final.name) + r"\.step-(\d{1,18})")
     found = [(int(m.group(1)), p) for p in final.parent.glob("*") if (m := pattern.fullmatch(p.name)) and p.is_dir()]
-    return [p for _, p in sorted(found, reverse=True)]
+    owners = {0, os.getuid(), final.parent.stat().st_uid} if found else set()
+    return [p for _, p in sorted(found, reverse=True) if p.lstat().st_uid in owners]
 
 
 def place_of(folder: str | Path) -> Path:

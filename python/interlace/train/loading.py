@@ -110,7 +110,7 @@ class Loading:
         try:
             self._run.hyper.check(steps, scalars)
         except (RuntimeError, *UNREADABLE) as e:
-            raise DamageError(f"{checkpoint.folder}: the optimizer's numbers cannot be read ({type(e).__name__}: {e}); was the file edited?") from e
+            raise DamageError(f"{checkpoint.folder}: the optimizer's numbers cannot be read ({type(e).__name__}: {e}); was it edited?") from e
         wanted = {}
         roles = self._run.roles()
         for role, p in ((role, p) for role in roles for p in self._run.states.everything if role in p.roles):
