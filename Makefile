@@ -64,12 +64,12 @@ zoo: build  ## train public model classes, one rank against eager, two against o
 	@$(SETUP) test
 	@$(PY) tests/python/zoo_models.py $(ARGS)
 
-soak: build  ## the long runs of tests that `make test` samples, and ten minutes of fuzzing
+soak: build  ## the long runs of tests that `make test` samples, and forty minutes of fuzzing
 	@$(SETUP) test
 	@$(PY) -m pytest -m soak $(ARGS)
 	@INTERLACE_DEVICE=soft INTERLACE_SOAK=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests/regress tests/python/test_accelerator_faults.py tests/python/test_arena_accelerator.py tests/python/test_kernels_accelerator.py tests/python/test_trainer_bits.py tests/python/test_parity.py tests/python/test_hybrid.py $(ARGS)
 	@INTERLACE_SOAK=1 $(MAKE) --no-print-directory core-test
-	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
+	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=2400
 
 lint: build  ## walls between rooms, lines, ruff, mypy, and clang-format where it is installed
 	@$(PY) tools/lint/walls.py

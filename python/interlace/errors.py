@@ -9,6 +9,10 @@ class InterlaceError(Exception):
     """Base of every error that Interlace raises on purpose."""
 
 
+# What Python makes of a value that a file should not hold.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError)
+
+
 class CaptureError(InterlaceError):
     """The model, the loss function, the optimizer or the example batch cannot be turned into a program."""
 

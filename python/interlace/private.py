@@ -47,6 +47,8 @@ def make_folder(folder: Path) -> Path:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700)
     check(os.stat(folder), folder)
+    if os.lstat(folder).st_uid not in (0, os.getuid()):
+        raise PrivateError(0, "it is a link that another user made", str(folder))
     return folder
 
 

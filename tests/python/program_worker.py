@@ -14,11 +14,12 @@ import resource
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-HANGS = 120.0  # seconds; nothing that is run here takes one
+HANGS, STUCK = 60.0, 1800.0  # seconds of the processor, nothing that is run here takes one; by the clock, where others have the processor
 HEAP = 3 << 30
 
 
@@ -90,10 +91,18 @@ class Worker:
             self.process.stdin.flush()
         except BrokenPipeError:
             return None
-        if not select.select([self.process.stdout], [], [], HANGS)[0]:
-            self.process.kill()
-            return None
+        used, end = self._processor_s(), time.monotonic() + STUCK
+        while not select.select([self.process.stdout], [], [], 5.0)[0]:
+            if self._processor_s() - used > HANGS or time.monotonic() > end:
+                self.process.kill()
+                return None
         return self.process.stdout.readline().strip() or None
+
+    def _processor_s(self) -> float:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
 
     def end(self) -> int:
         assert self.process.stdin is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import struct
@@ -17,7 +18,9 @@ import torch
 import zoo
 
 import interlace
+from interlace import private
 from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.folder import kept_checkpoints
 from interlace.checkpoint.tensor_file import (
     CheckedTensors,
     CheckpointError,
@@ -194,6 +197,26 @@ def test_a_link_is_not_followed_when_writing(tmp_path: Path) -> None:
     with trainer() as t, pytest.raises(CheckpointError, match="cannot save to"):
         t.save(tmp_path / "c")
     assert (tmp_path / "secret").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to others")
+def test_what_others_lay_beside_a_checkpoint_is_none_of_it(tmp_path: Path) -> None:
+    for name in ("c.step-1", "c.step-9"):
+        (tmp_path / name).mkdir()
+    os.chown(tmp_path / "c.step-9", 12345, 12345)
+    assert kept_checkpoints(tmp_path / "c") == [tmp_path / "c.step-1"]
+    os.chown(tmp_path, 12345, 12345)
+    assert kept_checkpoints(tmp_path / "c") == [tmp_path / "c.step-9", tmp_path / "c.step-1"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to others")
+def test_a_link_of_another_user_is_no_private_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert private.make_folder(tmp_path / "link") == tmp_path / "link"
+    os.chown(tmp_path / "link", 12345, 12345, follow_symlinks=False)
+    with pytest.raises(private.PrivateError, match="it is a link that another user made"):
+        private.make_folder(tmp_path / "link")
 
 
 # ---- plain PyTorch ----

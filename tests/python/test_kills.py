@@ -1,6 +1,6 @@
 """kill -9 of a rank at random moments, in steps, saves and offloads: after restarts the losses are those of an undisturbed run, bit for bit.
 
-INTERLACE_KILLS and INTERLACE_SEED set the long form's number of kills (50, on stages 20) and its moments (2).
+INTERLACE_KILLS and INTERLACE_SEED set the long form's number of kills (100 on two ranks, 100 on four) and its moments (2).
 """
 
 from __future__ import annotations
@@ -132,6 +132,6 @@ def test_kills_change_no_bit(tmp_path: Path, mesh: dict[str, int], kills: int) -
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh, kills", [({"dp": 2}, 50), (TWO_BY_TWO, 20)])
+@pytest.mark.parametrize("mesh, kills", [({"dp": 2}, 100), (TWO_BY_TWO, 100)])
 def test_many_kills_change_no_bit(tmp_path: Path, mesh: dict[str, int], kills: int) -> None:
     compare(tmp_path, int(os.environ.get("INTERLACE_KILLS", kills)), int(os.environ.get("INTERLACE_SEED", "2")), mesh)

@@ -168,3 +168,94 @@ def test_gloo_listens_no_longer_than_until_the_ranks_have_met(monkeypatch: pytes
     del closed  # its loop looks for the listener's descriptor, and finds one
     del kept
     assert not rendezvous._sockets(listening=True) - before
+
+
+# ---- what a network does ----
+
+
+class FaultyLink:
+    """A rank's socket. At byte `at` of what is sent, or of what comes, once: a bit flips, the connection ends, some bytes come twice, or
+    change places; what comes, comes in pieces of any size."""
+
+    spent = False  # by any of them
+
+    def __init__(self, sock: socket.socket, choice: random.Random, kind: str, outward: bool, at: int) -> None:
+        self._sock, self._choice, self._kind, self._outward = sock, choice, kind, outward
+        self._at, self._sent, self._came = at, 0, bytearray()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+    def _changed(self, data: bytes, begin: int) -> bytes:
+        i = self._at - begin
+        if FaultyLink.spent or not 0 <= i < len(data):
+            return data
+        FaultyLink.spent = True
+        if self._kind == "flip":
+            return data[:i] + bytes([data[i] ^ 1 << self._choice.randrange(8)]) + data[i + 1 :]
+        if self._kind == "twice":
+            return data[: i + 8] + data[i:]
+        if self._kind == "swap":
+            return data[:i] + data[i + 4 : i + 8] + data[i : i + 4] + data[i + 8 :]
+        self._sock.sendall(data[:i]) if self._outward else None
+        self._sock.shutdown(socket.SHUT_RDWR)
+        raise ConnectionResetError(104, "cut")
+
+    def sendall(self, data: bytes) -> None:
+        changed = self._changed(bytes(data), self._sent) if self._outward else data
+        self._sent += len(data)
+        self._sock.sendall(changed)
+
+    def recv(self, count: int) -> bytes:
+        data = self._sock.recv(self._choice.randint(1, count))
+        begin = len(self._came)
+        self._came += data
+        return self._changed(data, begin)[:count] if not self._outward else data
+
+
+def run_faulty(server: StoreServer, seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Random requests over one faulty connection, each beside a plain dict; whether the fault met one. What is answered is right, what was
+    changed on the way is an error, and others are served as before."""
+    choice = random.Random(seed)
+    kind, outward = choice.choice(["flip", "flip", "cut", "twice", "swap"]), choice.random() < 0.5
+    at, make = choice.randrange(40 if choice.random() < 0.2 else 1500), socket.create_connection
+    FaultyLink.spent = False
+    known: dict[str, bytes] = {}
+    unsure: set[str] = set()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "create_connection", lambda *a: FaultyLink(make(*a), choice, kind, outward, at))
+            rank = SecretStore(SECRET, "127.0.0.1", server.port, timeout_s=5)
+        for _ in range(40):
+            key, value = f"{seed} {choice.randrange(4)}", choice.randbytes(choice.randrange(60))
+            what = choice.randrange(4)
+            unsure = {key}
+            if what == 0:
+                rank.set(key, value)
+                known[key] = value
+            elif what == 1:
+                rank.append(key, value)
+                known[key] = known.get(key, b"") + value
+            elif what == 2:
+                assert rank.check([key]) == (key in known)
+            else:
+                assert rank.delete_key(key) == (known.pop(key, None) is not None)
+            unsure = set()
+    except StoreError:
+        assert FaultyLink.spent
+    other = SecretStore(SECRET, "127.0.0.1", server.port)
+    for key in {f"{seed} {n}" for n in range(4)} - unsure:
+        assert other.check([key]) == (key in known) and (key not in known or other.get(key) == known[key]), (seed, kind)
+    return FaultyLink.spent
+
+
+def test_faults_by_seed(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MESSAGE_S", 0.3)
+    met = sum(run_faulty(server, seed, monkeypatch) for seed in range(150))
+    assert met > 75
+
+
+@pytest.mark.soak
+def test_many_faults_by_seed(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MESSAGE_S", 0.3)
+    assert sum(run_faulty(server, seed, monkeypatch) for seed in range(1000, 6000)) > 2500

@@ -190,7 +190,7 @@ class _Reader:
         text = self.fields[name].replace(",", "")
         try:
             value = make(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise self.fail(f"{name} is '{self.fields[name]}', not a number") from None
         if not least <= value < 1e18:
             raise self.fail(f"{name} is {self.fields[name]}; it must be at least {least:g}")

@@ -19,6 +19,7 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from typing import Any
 from interlace.checkpoint.tensor_file import CheckedFile, CheckedTensors, CheckpointError, DamageError, checksum_text
 from interlace.checkpoint.weights import HeldWeights, Weights
 from interlace.config import format_bytes
+from interlace.errors import UNREADABLE
 
 FORMAT = 2
 MODEL, OPTIMIZER, TRAINER, PROGRAM = "model.safetensors", "optimizer.safetensors", "trainer.json", "program.il"
 CHECKSUMS = "checksums.json"
 OWN_FILES = (MODEL, OPTIMIZER, TRAINER, PROGRAM, CHECKSUMS)
+MOST_STEPS = 1 << 53  # and other whole numbers: beyond, a float64 has gaps
 MAX_TEXT = 256 << 20  # bytes of trainer.json, program.il and checksums.json, at most
 REPLACED = 50  # times that a folder may be replaced while it is being opened
 
@@ -107,7 +110,7 @@ class Checkpoint(contextlib.AbstractContextManager):
                 value["ranges"], value["bytes"]  # must be there
         except OSError as e:
             raise DamageError(f"cannot read {path}: {e.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        except UNREADABLE as e:
             raise DamageError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from None
         return files
 
@@ -116,8 +119,8 @@ class Checkpoint(contextlib.AbstractContextManager):
         try:
             data = json.loads(self.read(TRAINER))
             self._check_format(int(data["format"]))
-            if int(data["step"]) < 0 or not all(int(g["steps"]) >= 0 for g in data["groups"]):
-                raise ValueError("a negative number of steps")
+            if not all(0 <= int(steps) < MOST_STEPS for steps in (data["step"], *(g["steps"] for g in data["groups"]))):
+                raise ValueError("no number of steps")
             for group in data["groups"]:
                 list(group["parameters"])
                 for key, value in group["hyper"].items():
@@ -125,11 +128,11 @@ class Checkpoint(contextlib.AbstractContextManager):
                         raise ValueError(f"the hyper-parameter '{key[:40]}' is no number")
             list(data["kind"])
             scale = data.get("loss_scale")
-            if scale is not None and not (_is_plain(scale) and len(scale) == 2 and scale[0] > 0 and math.isfinite(scale[0])):
+            if scale is not None and not (_is_plain(scale) and len(scale) == 2 and 0 < scale[0] < math.inf and int(scale[1]) >= 0):
                 raise ValueError("the loss scale is none")
             if "loop" in data and not (isinstance(data["loop"]["count"], int) and data["loop"]["count"] >= 0):
                 raise ValueError("the schedule stands nowhere")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        except UNREADABLE as e:
             raise DamageError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from e
         return data
 
@@ -187,8 +190,8 @@ class Checkpoint(contextlib.AbstractContextManager):
 def _is_plain(value: Any) -> bool:
     """A number, a word, or a few numbers: what torch.optim keeps in a group."""
     if isinstance(value, list):
-        return len(value) <= 16 and all(v is None or isinstance(v, (int, float)) for v in value)
-    return value is None or isinstance(value, (int, float, str))
+        return len(value) <= 16 and all(v is None or (isinstance(v, (int, float)) and _is_plain(v)) for v in value)
+    return value is None or isinstance(value, (float, str)) or (isinstance(value, int) and abs(value) < MOST_STEPS)
 
 
 class _ReplacedError(Exception):
@@ -197,6 +200,8 @@ class _ReplacedError(Exception):
 
 def _read_small(folder: int, name: str) -> bytes:
     with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder), "rb") as f:
+        if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+            raise ValueError("it is no file")
         data = f.read(MAX_TEXT + 1)
     if len(data) > MAX_TEXT:
         raise ValueError(f"it has more than {format_bytes(MAX_TEXT)}")

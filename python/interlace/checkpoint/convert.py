@@ -20,6 +20,7 @@ from interlace.checkpoint.folder import FolderLock, Staging, check_place
 from interlace.checkpoint.optimizer import STATE_NAMES, plain_hyper
 from interlace.checkpoint.saver import Piece
 from interlace.checkpoint.tensor_file import CheckpointError, Layout
+from interlace.errors import UNREADABLE
 
 Tensor = torch.Tensor
 
@@ -132,7 +133,7 @@ def import_torch(source: Path, folder: Path) -> int:
                 raise CheckpointError(f"parameters of one group have made different numbers of steps: {sorted(steps)}")
             groups.append({"steps": max(steps, default=0), "hyper": plain_hyper(group), "parameters": members})
             kinds.append(kind)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except UNREADABLE as e:
         raise CheckpointError(f"{source}: its optimizer is no state dict of torch.optim ({type(e).__name__}: {e})") from None
     step = max((int(g["steps"]) for g in groups), default=0)
     record = {"format": FORMAT, "step": step, "kind": kinds, "groups": groups, "seed": 0, "rng": "keyed", "world_size": 1, "loss_scale": None}
@@ -153,7 +154,7 @@ def _import_exported(source: Path, folder: Path, model: dict[str, Tensor], optim
                     if isinstance(t := optimizer["state"].get(index, {}).get(role), Tensor):
                         moments[f"{role}.{name}"] = t
         step = int(record["step"])
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise CheckpointError(f"{source} was exported from a checkpoint and edited since ({type(e).__name__}: {e})") from None
     record.pop("run", None)  # the program is not exported: it is made again
     write_checkpoint(folder, {MODEL: model, OPTIMIZER: moments}, record, small)

@@ -27,6 +27,7 @@ from interlace.checkpoint.contents import CHECKSUMS, FORMAT, OWN_FILES, TRAINER
 from interlace.checkpoint.disk import Disk
 from interlace.checkpoint.tensor_file import CheckpointError, Layout, checksum_text, sums_of
 from interlace.config import format_bytes
+from interlace.errors import UNREADABLE
 
 log = logging.getLogger("interlace")
 _told: set[str] = set()
@@ -200,10 +201,12 @@ def _bytes(data: str | bytes) -> bytes:
 
 
 def kept_checkpoints(final: Path) -> list[Path]:
-    """The older checkpoints beside a folder, the newest first."""
+    """The older checkpoints beside a folder, the newest first: those of this user, of root, and of whom the folder around them belongs to.
+    In one where all may write (/tmp), others could lay theirs."""
     pattern = re.compile(re.escape(final.name) + r"\.step-(\d{1,18})")
     found = [(int(m.group(1)), p) for p in final.parent.glob("*") if (m := pattern.fullmatch(p.name)) and p.is_dir()]
-    return [p for _, p in sorted(found, reverse=True)]
+    owners = {0, os.getuid(), final.parent.stat().st_uid} if found else set()
+    return [p for _, p in sorted(found, reverse=True) if p.lstat().st_uid in owners]
 
 
 def place_of(folder: str | Path) -> Path:
@@ -245,6 +248,6 @@ def _own_name(folder: Path, final: Path) -> Path | None:
     """The name beside `final` that an older checkpoint gets; None: the folder holds none."""
     try:
         step = int(json.loads((folder / TRAINER).read_bytes())["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, *UNREADABLE):
         return None
     return final.with_name(f"{final.name}.step-{step}")

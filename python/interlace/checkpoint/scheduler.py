@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
+from interlace.errors import UNREADABLE
 
 SCHEDULER = "scheduler.json"
 
@@ -31,7 +32,7 @@ def scheduler_state(data: bytes, scheduler: Any) -> dict[str, Any]:
         kind, state = str(record["class"]), _back(record["state"])
         if not isinstance(state, dict):
             raise ValueError("no dict")
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise DamageError(f"{SCHEDULER} is cut off or was edited ({type(e).__name__}: {e})") from e
     if kind != type(scheduler).__name__:
         raise CheckpointError(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from interlace.errors import InterlaceError
+from interlace.errors import UNREADABLE, InterlaceError
 
 Tensor = torch.Tensor
 BLOCK = 4096  # bytes; what direct writes are made of
@@ -118,7 +118,7 @@ def read_header(data: bytes, size: int, what: str) -> dict[str, Entry]:
                 raise ValueError(f"{len(value['shape'])} dimensions")
             shape = tuple(_count(n) for n in value["shape"])
             first, last = (_count(n) for n in value["data_offsets"])
-        except (KeyError, TypeError, ValueError) as e:
+        except UNREADABLE as e:
             raise wrong(f"entry '{name}' is no tensor ({type(e).__name__}: {e})") from None
         if last - first != math.prod(shape) * dtype.itemsize:
             raise wrong(f"'{name}' of shape {list(shape)} does not fill bytes {first} to {last}")
@@ -143,7 +143,7 @@ def ranges_of(value: Any, size: int, what: str) -> list[Range]:
     """Checksums as checksums.json has them, [[offset, bytes, "hex"], ...]. Error: they do not cover `size` bytes exactly."""
     try:
         found = [Range(_count(offset), _count(count), int(text, 16)) for offset, count, text in value]
-    except (TypeError, ValueError) as e:
+    except UNREADABLE as e:
         raise DamageError(f"the checksums of {what} cannot be read ({e})") from None
     end = 0
     for r in found:

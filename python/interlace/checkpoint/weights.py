@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from interlace.checkpoint.tensor_file import CheckedTensors
-from interlace.errors import InterlaceError
+from interlace.errors import UNREADABLE, InterlaceError
 
 Tensor = torch.Tensor
 
@@ -36,7 +36,7 @@ class Weights:
             try:
                 index = json.loads(path.read_text())["weight_map"]
                 self._of = {str(name): path.parent / str(file) for name, file in index.items()}
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            except UNREADABLE as e:
                 raise InterlaceError(f'{path} is no index of safetensors files (no "weight_map"): {e}') from e
             for name, file in self._of.items():
                 if file.name != index[name] or file.suffix != ".safetensors":

@@ -13,7 +13,7 @@ from interlace.checkpoint.tensor_file import CheckpointError
 from interlace.cli.run_config import read_config
 from interlace.cli.settings import AUTO, SettingError, TrainSettings
 from interlace.data import Place
-from interlace.errors import InterlaceError
+from interlace.errors import UNREADABLE, InterlaceError
 
 RUN_FILE = "run.json"  # in the folder of a saved run, beside the trainer's own files
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -64,7 +64,7 @@ class RunRecord:
             raise SettingError(f"--resume {folder}: no saved run there (no {RUN_FILE})") from None
         except OSError as error:
             raise SettingError(f"cannot read {file}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise SettingError(f"{file} is cut off or was edited ({type(error).__name__}: {error})") from None
         return record
 

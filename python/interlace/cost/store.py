@@ -19,7 +19,7 @@ from pathlib import Path
 
 from interlace import private
 from interlace.cost.measurements import Profile
-from interlace.errors import InterlaceError
+from interlace.errors import UNREADABLE, InterlaceError
 
 FORMAT = 2  # 1 had no checksums: its rows are taken as they are, and get them
 BUSY_S = 30.0  # a writer waits so long for another
@@ -167,7 +167,7 @@ class Store(contextlib.AbstractContextManager):
             values = json.loads(text)
             if isinstance(values, dict) and all(isinstance(value, int | float) and math.isfinite(value) for value in values.values()):
                 return values
-        except (ValueError, TypeError, RecursionError):
+        except UNREADABLE:
             pass
         raise self._edited(kind, key)
 
@@ -201,7 +201,7 @@ class Store(contextlib.AbstractContextManager):
         for (kind, key), values in rows.items():
             try:
                 profile.add(kind, key, values)
-            except (KeyError, ValueError):
+            except UNREADABLE:
                 raise self._edited(kind, key) from None
         return profile
 

@@ -156,7 +156,12 @@ def _document(file: Path, number: int, line: str, columns: tuple[str, ...]) -> s
     names = [name for name in columns if isinstance(found.get(name), str)]
     if not names:
         raise DataError(f"{file}, line {number} has {_missing(found, columns)}")
-    return str(found[names[0]])
+    text = str(found[names[0]])
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{file}, line {number}: '{names[0]}' holds half of a character (\\ud800 to \\udfff stand for one in pairs)") from None
+    return text
 
 
 def _missing(names: Iterable[str], columns: tuple[str, ...]) -> str:

@@ -24,12 +24,14 @@ import tokenizers
 
 from interlace import private
 from interlace.data.text import DataError, TextSource
+from interlace.errors import UNREADABLE
 from interlace.files import write_atomically
 
 END = "<|end|>"
 MIN_VOCAB = 257  # the bytes and END
 TRAINING_BYTES = 32 << 20  # at most so much text trains a BPE; more is sampled file by file
 CACHE_VERSION = 4
+MAX_VOCAB = 1 << 24
 MAX_FACTS, MAX_TOKENIZER = 1 << 16, 256 << 20  # bytes
 SHORT = 4096  # characters; documents shorter than this are encoded many at a time
 Of = TypeVar("Of")
@@ -46,12 +48,9 @@ class Tokenizer:
         if number is None:
             raise DataError(f"the tokenizer has no token '{end}', which it says ends a text")
         self.end_id: int = number
-
-    @property
-    def vocab_size(self) -> int:
-        if self.kind == "file":  # ids may have gaps
-            return max(self.inner.get_vocab().values()) + 1
-        return self.inner.get_vocab_size()
+        self.vocab_size = max(inner.get_vocab().values()) + 1  # a file's ids may have gaps
+        if self.vocab_size > MAX_VOCAB:
+            raise DataError(f"the tokenizer has an id {self.vocab_size - 1}; more than {MAX_VOCAB} entries are taken for a mistake")
 
     @property
     def digest(self) -> str:
@@ -242,7 +241,7 @@ def _load_cached(cache: Path, key: str, tokenizer: Tokenizer) -> TokenFile | Non
             return None
         private.check(tokens.stat(), tokens)
         return TokenFile(tokens, count, dtype, tokenizer, digest) if _digest(tokens) == digest else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, *UNREADABLE):
         return None
 
 

@@ -135,6 +135,8 @@ def _do_and_end(work: Callable[[], object]) -> None:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:  # before there was anything to stop
+        code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:

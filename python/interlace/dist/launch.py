@@ -56,7 +56,7 @@ class RankFailure:
     rank: int
     code: int
     message: str
-    at: float  # seconds since the epoch when it said so, or when its end was seen
+    at: float  # of this host's clock that nobody sets (time.monotonic), when it said so or when its end was seen
 
     def describe(self) -> str:
         how = f"exit code {self.code}" if self.code >= 0 else f"killed by {signal_name(-self.code)}"
@@ -99,7 +99,7 @@ def leave_failure(message: str, code: int) -> bool:
     file = os.environ.get(FAILURE_FILE)
     if file:
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": message, "code": code, "at": time.time()}))
+            Path(file).write_text(json.dumps({"message": message, "code": code, "at": time.monotonic()}))
             return True
     return False
 
@@ -195,14 +195,14 @@ class _Worker:
     def poll(self) -> int | None:
         code = self.process.poll()
         if code is not None and self.ended_at is None:
-            self.ended_at = time.time()
+            self.ended_at = time.monotonic()
         return code
 
     def failure(self) -> RankFailure | None:
         code = self.process.returncode
         if not code or self.told_to_end:
             return None
-        message, at = "", self.ended_at or time.time()
+        message, at = "", self.ended_at or time.monotonic()
         try:
             left = json.loads(self.failure_file.read_text())
             message, at = str(left["message"]), float(left["at"])

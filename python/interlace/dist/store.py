@@ -40,6 +40,7 @@ MAX_KEY = 4096
 MAX_BYTES, MAX_KEYS = 2 << 30, 1 << 20  # of the whole store
 MAX_STRANGERS = 256  # connected at once; the one that came first goes
 STRANGER_S = 5.0  # for their proof
+MESSAGE_S = 30.0  # from a part of a message to its next: a size that was changed on the way is waited for no longer
 MAX_UNREAD = 8 << 20  # bytes of answers that a client leaves unread
 ACCEPTS = 64  # at a time, so that those who are in are not kept waiting
 KEEPALIVE = (3, 1, 5)  # seconds until the first question to a silent host, between two, and how many
@@ -144,6 +145,7 @@ class StoreServer:
         self._listening.setblocking(False)
         self.port: int = self._listening.getsockname()[1]
         self._strangers: dict[_Guest, None] = {}
+        self._partial: dict[_Guest, float] = {}  # ranks of whom a part of a message has come, and since when no more
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
@@ -199,14 +201,16 @@ class StoreServer:
                 self._drop(next(iter(self._strangers)))
 
     def _drop_late(self) -> None:
-        late = time.monotonic() - STRANGER_S
-        for guest in [g for g in self._strangers if g.since < late]:
+        now = time.monotonic()
+        late = [g for g in self._strangers if g.since < now - STRANGER_S]
+        for guest in late + [g for g, since in self._partial.items() if since < now - MESSAGE_S]:
             self._drop(guest)
 
     def _drop(self, guest: _Guest) -> None:
         if guest.sock.fileno() < 0:
             return
         self._strangers.pop(guest, None)
+        self._partial.pop(guest, None)
         self._selector.unregister(guest.sock)
         guest.sock.close()
         if guest.rank is not None:
@@ -226,6 +230,10 @@ class StoreServer:
                 guest.read += data
                 while self._take(guest):
                     pass
+                if guest.inward is not None and guest.read:
+                    self._partial[guest] = time.monotonic()
+                else:
+                    self._partial.pop(guest, None)
         except (BlockingIOError, InterruptedError):
             return
         except (OSError, ValueError, struct.error, IndexError):
@@ -341,8 +349,6 @@ class SecretStore(dist.Store):
         if rank is not None:
             self._ask(RANK, str(rank).encode())
 
-    # ---- connecting ----
-
     def _connect(self, deadline: float) -> socket.socket:
         said, pause = "", 0.02
         while time.monotonic() < deadline:
@@ -396,7 +402,9 @@ class SecretStore(dist.Store):
                 (size,) = struct.unpack("<I", _receive(self._sock, 4))
                 if not 1 <= size <= MAX_MESSAGE:
                     raise StoreError("the store sent what cannot be an answer")
+                self._sock.settimeout(MESSAGE_S)
                 answer, tag = _receive(self._sock, size), _receive(self._sock, TAG)
+                self._sock.settimeout(None)
             except OSError as e:
                 raise StoreError(f"the connection to the store is lost ({e.strerror or e})") from None
             opened = self._inward.open(answer, tag)

@@ -27,7 +27,7 @@ from typing import Any
 from interlace import private
 
 log = logging.getLogger("interlace")
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 256 << 20  # of a file
 
 
@@ -46,9 +46,10 @@ def read(path: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] | N
         noted = json.loads(private.read(path.with_suffix(".json"), 1 << 20))
         if noted["format"] != FORMAT or noted["key"] != key:
             raise ValueError("it is of another key")
-        if hashlib.sha256(private.read(path, MAX_BYTES)).hexdigest() != noted["digest"]:
+        regions = dict(noted["regions"])
+        if _digest(regions, private.read(path, MAX_BYTES)) != noted["digest"]:
             raise ValueError("its digest is not the noted one")
-        return dict(noted["regions"])
+        return regions
     except FileNotFoundError:
         return None
     except private.PrivateError as e:
@@ -60,9 +61,13 @@ def read(path: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] | N
 
 def put(path: Path, key: str, regions: dict[str, Any], data: bytes) -> None:
     """The file and its note. The note comes last: without it, or with an older one, the file is not read."""
-    noted = {"format": FORMAT, "key": key, "digest": hashlib.sha256(data).hexdigest(), "regions": regions}
+    noted = {"format": FORMAT, "key": key, "digest": _digest(regions, data), "regions": regions}
     private.write(path, data)
     private.write(path.with_suffix(".json"), json.dumps(noted).encode())
+
+
+def _digest(regions: dict[str, Any], data: bytes) -> str:
+    return hashlib.sha256(json.dumps(regions, sort_keys=True).encode() + b"\n" + data).hexdigest()
 
 
 def kept(

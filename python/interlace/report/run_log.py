@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from interlace.errors import InterlaceError
+from interlace.errors import UNREADABLE, InterlaceError
 
 SERIES = {
     "loss": "Loss", "eval_loss": "Evaluation loss", "lr": "Learning rate", "seconds": "Step time", "norm": "Norm of the gradient",
@@ -69,16 +69,14 @@ def read_log(text: str, file: str) -> RunLog:
             step = facts["step"]
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise TypeError(f"step is {step!r}"[:60])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            figures = {n: float(v) for n in SERIES if isinstance(v := facts.get(n), (int, float)) and not isinstance(v, bool)}
+        except UNREADABLE as error:
             if number == lines[-1][0] and number > 1 and not text.endswith("\n"):
                 break
             raise LogError(f"{file}:{number} is no line of a run's log ({type(error).__name__}: {error})") from None
-        for name in SERIES:
-            value = facts.get(name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
+        for name, value in figures.items():
             if math.isfinite(value):
-                found.series.setdefault(name, {})[step] = float(value)
+                found.series.setdefault(name, {})[step] = value
             else:
                 found.lost.append((step, name))
         if isinstance(facts.get("regions"), dict):

@@ -165,6 +165,12 @@ class Hyper:
             return as_state(self.scalars(i))
         return {} if self._kinds[i] == "sgd" else {"step": torch.tensor(float(self.steps[i]))}
 
+    def check(self, steps: list[int], scalars: list[Scalars | None]) -> None:
+        """What restore() would raise, before it changes anything."""
+        for i, (count, mine) in enumerate(zip(steps, scalars, strict=True)):
+            if (piloted := self._piloted_of(i)) is not None and count > 0:
+                piloted.fresh.with_scalars(i - piloted.first, mine or {}, self._rules[i]["states"])
+
     def restore(self, steps: list[int], scalars: list[Scalars | None]) -> None:
         """Goes on after so many steps of each group, with what scalars() gave then."""
         for i, (count, mine) in enumerate(zip(steps, scalars, strict=True)):

@@ -14,9 +14,10 @@ import torch
 
 from interlace.checkpoint.contents import MODEL, OPTIMIZER, PROGRAM, Checkpoint, check_hyper, check_shapes, group_difference
 from interlace.checkpoint.scheduler import SCHEDULER, scheduler_state
-from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError
+from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError, DamageError
 from interlace.checkpoint.weights import HeldWeights, Weights, find_name
 from interlace.compiling.states import WEIGHT
+from interlace.errors import UNREADABLE
 from interlace.private import made_here
 from interlace.train import generators
 from interlace.train.loop import Loop
@@ -105,6 +106,11 @@ class Loading:
         for i, (saved, group) in enumerate(zip(record["groups"], groups, strict=True)):
             check_hyper(checkpoint.folder, i, saved["hyper"], group)
         steps = [int(g["steps"]) for g in record["groups"]]
+        scalars = [g.get("scalars") for g in record["groups"]]
+        try:
+            self._run.hyper.check(steps, scalars)
+        except (RuntimeError, *UNREADABLE) as e:
+            raise DamageError(f"{checkpoint.folder}: the optimizer's numbers cannot be read ({type(e).__name__}: {e}); was it edited?") from e
         wanted = {}
         roles = self._run.roles()
         for role, p in ((role, p) for role in roles for p in self._run.states.everything if role in p.roles):
@@ -129,7 +135,7 @@ class Loading:
             if scheduler_values is not None:
                 scheduler.load_state_dict(scheduler_values)
             self._restore_groups([g["hyper"] for g in record["groups"]])
-            self._run.hyper.restore(steps, [g.get("scalars") for g in record["groups"]])
+            self._run.hyper.restore(steps, scalars)
             if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
                 generators.restore(self._run.peers.device, moments.read(f"rng.{self._run.rank}"))
 

@@ -1,17 +1,18 @@
 // Fuzz target: any bytes may come; what is accepted must print, read back, verify, bind, compact.
-//   cmake --preset fuzz && cmake --build --preset fuzz && mkdir -p build/corpus &&
-//   build/fuzz/parser_fuzz -max_total_time=60 -rss_limit_mb=1024 build/corpus
+//   make fuzz, or build/fuzz/parser_fuzz FILE
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>
 
+#include "base/testing/fuzz_limits.h"
 #include "ir/liveness.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace interlace;
+  FuzzLimits limits(size);
   Result<Program> program = Parse({reinterpret_cast<const char*>(data), size});
   if (!program.ok()) return 0;
   std::string text = Print(*program);

@@ -1,13 +1,13 @@
 // Fuzz target: the readers beside the program's own. The first word says which, as in the files: a profile, a plan, the
 // text of a model, a program to simulate and to explain, JSON; anything else is a cluster file and a pipeline of
 // passes. What is accepted must print, and read back the same.
-//   cmake --preset fuzz && cmake --build --preset fuzz && mkdir -p build/corpus &&
-//   build/fuzz/reader_fuzz -max_total_time=60 -rss_limit_mb=1024 build/corpus tests/golden/*
+//   make fuzz, or build/fuzz/reader_fuzz FILE
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>
 
+#include "base/testing/fuzz_limits.h"
 #include "cost/cluster.h"
 #include "cost/profile_table.h"
 #include "cost/testing/print_profile.h"
@@ -59,6 +59,7 @@ void Try(std::string_view text) {
 }  // namespace interlace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  interlace::FuzzLimits limits(size);
   interlace::Try({reinterpret_cast<const char*>(data), size});
   return 0;
 }
