@@ -124,7 +124,7 @@ def _opening(choice: random.Random) -> bytes:
 # ---- the run ----
 
 
-def run(net: Network, args: argparse.Namespace, port: int, attacked: bool, where: str) -> dict[str, Any]:
+def run(net: Network, args: argparse.Namespace, port: int, attacked: bool, where: str, steps: int) -> dict[str, Any]:
     stranger = None
     if attacked:
         hosts = [net.address(0), net.address(1)]
@@ -135,7 +135,7 @@ def run(net: Network, args: argparse.Namespace, port: int, attacked: bool, where
         "WORLD_SIZE": "2", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "1", "INTERLACE_SECRET": SECRET, "INTERLACE_CACHE": "off",
         "XDG_CACHE_HOME": where,
     }  # fmt: skip
-    command = [sys.executable, "-m", "interlace.cli", *TRAIN, "--steps", str(args.steps), "--log", f"{where}/log-{port}"]
+    command = [sys.executable, "-m", "interlace.cli", *TRAIN, "--steps", str(steps), "--log", f"{where}/log-{port}"]
     ranks = [net.spawn(r, command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
     peaks, ports, texts = [0, 0], [set(), set()], [("", ""), ("", "")]  # type: ignore[var-annotated]
 
@@ -200,8 +200,8 @@ def main() -> None:
         outside = [p for p in ports if p[0] != "127.0.0.1"]
         print(f"one host: {len(ports)} ports, {len(outside)} of them not on the loopback: {outside}")
         with Network(ranks=3, mbit=1000) as net:
-            run(net, args, 29400, False, where)  # the text is prepared
-            peace, war = run(net, args, 29500, False, where), run(net, args, 29600, True, where)
+            run(net, args, 29400, False, where, 2)  # the text is prepared
+            peace, war = (run(net, args, port, attacked, where, args.steps) for port, attacked in ((29500, False), (29600, True)))
     same = peace["losses"] == war["losses"]
     grown = [b - a for a, b in zip(peace["peaks"], war["peaks"], strict=True)]
     print(f"stranger: {war['stranger']}")
