@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import errno
 import json
 import os
 import random
@@ -78,23 +79,23 @@ def attack(hosts: list[str], ports: list[int], connections: int, seed: int) -> N
                 sock.connect_ex(place)
                 selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, place)
                 kept.append(sock)
-        for key, events in selector.select(0.002):
+        for key, _ in selector.select(0.002):
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
             try:
-                if events & selectors.EVENT_READ:
-                    data = sock.recv(4096)
-                    answers += len(data)
-                    if not data:
-                        raise OSError
-                    said.add(data[:4])
-                    sock.send(choice.randbytes(32))  # a guess at the proof
-                elif events & selectors.EVENT_WRITE:
-                    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                if key.events & selectors.EVENT_WRITE:  # new; one that has been ended since was made, too
+                    error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if error not in (0, errno.ECONNRESET):
                         raise OSError
                     made[key.data] += 1
                     sock.send(_opening(choice))
                     selector.modify(sock, selectors.EVENT_READ, key.data)
+                elif data := sock.recv(4096):
+                    answers += len(data)
+                    said.add(data[:4])
+                    sock.send(choice.randbytes(32))  # a guess at the proof
+                else:
+                    raise OSError
             except OSError:
                 end(sock)
         while len(kept) > 700:  # as many at once
