@@ -60,7 +60,7 @@ def attack(hosts: list[str], ports: list[int], connections: int, seed: int) -> N
     choice = random.Random(seed)
     selector = selectors.DefaultSelector()
     made: collections.Counter[tuple[str, int]] = collections.Counter()  # by place; where there is one, more follow
-    answers, said = 0, set()
+    tried, answers, said = 0, 0, set()
     kept: collections.deque[socket.socket] = collections.deque()
 
     def end(sock: socket.socket) -> None:
@@ -72,7 +72,9 @@ def attack(hosts: list[str], ports: list[int], connections: int, seed: int) -> N
     while True:
         asked = [(host, port) for host in hosts for port in ports]
         scanned = [(choice.choice(hosts), choice.randrange(32768, 61000)) for _ in range(40)]  # where systems put listeners of any port
-        for place in [*asked, *scanned, *(choice.choice(list(made)) for _ in range(60 if made else 0))]:
+        again = [choice.choice(list(made) or asked) for _ in range(60)]
+        tried += len(asked) + len(again)
+        for place in [*asked, *scanned, *again]:
             sock = socket.socket()
             sock.setblocking(False)
             with contextlib.suppress(OSError):
@@ -103,9 +105,9 @@ def attack(hosts: list[str], ports: list[int], connections: int, seed: int) -> N
         if time.monotonic() > report:
             report = time.monotonic() + 0.5
             words = sorted(w.decode("latin1") for w in said)
-            told = {"made": made.total(), "ports": len(made), "answered_bytes": answers, "answers_begin_with": words[:10]}
+            told = {"tried": tried, "made": made.total(), "ports": len(made), "answered_bytes": answers, "answers_begin_with": words[:10]}
             print(json.dumps(told), flush=True)
-        if made.total() >= 5 * connections:
+        if tried >= 50 * connections:
             time.sleep(0.05)
 
 
@@ -212,9 +214,9 @@ def main() -> None:
     if args.json:
         row = {"same": same, "grown": grown, "stranger": war["stranger"], "one_host_outside": outside, "ports": war["ports"]}
         write_json(args.json, {"title": "strangers", "rows": [row], "machine": machine()})
-    few = war["stranger"]["made"] < args.connections
+    few = war["stranger"]["tried"] < args.connections  # once the ranks have met, nothing of theirs listens, and none is made
     if few:
-        print(f"fewer than {args.connections} connections were made while the ranks ran: give more --steps")
+        print(f"fewer than {args.connections} connections were tried while the ranks ran: give more --steps")
     if not same or few or max(grown) > MEMORY_LIMIT or outside:
         raise SystemExit(1)
 
