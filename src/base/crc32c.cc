@@ -83,9 +83,11 @@ __attribute__((target("sse4.2"))) const unsigned char* Stretches(uint64_t& crc, 
 }
 
 __attribute__((target("sse4.2"))) uint32_t ByInstruction(uint32_t before, const unsigned char* at, size_t size) {
-  constexpr size_t kLong = 4096, kShort = 256;
-  static const Shift by_long = MakeShift(kLong), by_short = MakeShift(kShort);
+  // From memory, stretches of a page are read at 13 GB/s, of four at 16: more lines in a row are fetched ahead.
+  constexpr size_t kPages = 16384, kLong = 2048, kShort = 256;
+  static const Shift by_pages = MakeShift(kPages), by_long = MakeShift(kLong), by_short = MakeShift(kShort);
   uint64_t crc = ~before;
+  at = Stretches(crc, at, size, kPages, by_pages);
   at = Stretches(crc, at, size, kLong, by_long);
   at = Stretches(crc, at, size, kShort, by_short);
   for (; size >= 8; size -= 8, at += 8) crc = _mm_crc32_u64(crc, Word(at));

@@ -19,8 +19,8 @@ namespace {
 
 constexpr uint32_t kFrameMagic = 0x464d4c49;  // "ILMF"
 constexpr int kBatch = 64;                    // pieces of one system call
-constexpr size_t kPieceBytes = 256 << 10;     // at most: what was summed is sent while it lies in the cache
-constexpr size_t kSendBytes = 1 << 20;        // of one system call, about
+constexpr size_t kPieceBytes = 256 << 10;     // at most, and of one system call about as much: what was summed is sent, and
+                                              // what has come is summed, while it lies in the cache
 constexpr size_t kSealedBytes = 2 * kPieceBytes;  // of a connection's buffer for what is encrypted
 constexpr int64_t kBetweenOpsNs = 50'000;     // Progress looks at the sockets no more often
 // A wait looks at the sockets for so long before it sleeps: a core that went to sleep takes about 100 us to come back
@@ -223,9 +223,7 @@ size_t Mesh::Collect(Peer& peer, const uint64_t* hold, iovec* batch, msghdr& mes
                            (!frame.waits() && (!frame.operation->everyone || frame.operation->number < *hold));
     if (frame.at == 0 && !may_begin) break;
     for (size_t i = frame.at; i < frame.pieces.size() && message.msg_iovlen < kBatch; ++i) {
-      if (hold != nullptr) {
-        if (bytes >= kSendBytes || !SumPiece(peer, frame, i)) return bytes;
-      }
+      if (bytes >= kPieceBytes || (hold != nullptr && !SumPiece(peer, frame, i))) return bytes;
       batch[message.msg_iovlen++] = frame.pieces[i];
       bytes += frame.pieces[i].iov_len;
     }

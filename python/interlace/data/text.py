@@ -160,7 +160,7 @@ def _document(file: Path, number: int, line: str, columns: tuple[str, ...]) -> s
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{file}, line {number}: '{names[0]}' holds half of a character (\\ud800 to \\udfff stand for one in pairs)") from None
+        raise DataError(f"{file}, line {number}: '{names[0]}' holds half of a character (a lone \\ud800 to \\udfff)") from None
     return text
 
 
