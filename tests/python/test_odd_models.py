@@ -174,7 +174,7 @@ def test_a_teacher_on_two_ranks(strategy: str) -> None:
 
 def refuses_a_norm() -> str:
     model = Net(looks_up).double()
-    with pytest.raises(CaptureError) as e:
+    with pytest.raises(interlace.InterlaceError) as e:
         interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0), interlace.Config(fullgraph=False))
     return str(e.value)
 

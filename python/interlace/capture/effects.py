@@ -102,7 +102,10 @@ def _without_fakes(x: Any, real: Callable[[Tensor], Tensor | None]) -> Any:
     return x if isinstance(x, plain) else MISSING
 
 
-_ASKS = ["__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__", "__mod__", "__rmod__", "__floordiv__", "__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__", "__rpow__", "__index__", "__int__", "__float__", "__hash__", "__neg__"]
+_ASKS = (
+    "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__", "__mod__", "__rmod__", "__floordiv__", "__truediv__",
+    "__rtruediv__", "__mul__", "__rmul__", "__pow__", "__rpow__", "__index__", "__int__", "__float__", "__hash__", "__neg__",
+)  # fmt: skip
 
 
 def _counted(number: float, reads: list[str]) -> Any:

@@ -69,6 +69,8 @@ def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any
         return dict(new) if type(batch) is dict else type(batch)(v for _, v in new)
     if _is_namedtuple(batch):
         return type(batch)(*(v for _, v in new))
+    if dataclasses.is_dataclass(batch) and isinstance(batch, Mapping):  # it keeps its fields as items too
+        return dataclasses.replace(batch, **dict(new))
     if dataclasses.is_dataclass(batch) or not isinstance(batch, (Mapping, list, tuple)):
         same = copy.copy(batch)  # no fields are computed anew
         for key, value in new:
