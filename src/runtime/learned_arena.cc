@@ -42,6 +42,8 @@ void LearnedArena::MakeTensors(const std::vector<at::Tensor>& fixed) {
 
 void LearnedArena::Clear() {
   slots_of_turn_.clear();
+  // What was handed on to the next step may still lie there, and goes with the tensors that hold it.
+  if (arena_ && floor_->lock() == arena_->shared_memory()) floor_->reset();
   arena_.reset();
 }
 

@@ -30,7 +30,8 @@ struct ArenaStats {
   double fragmentation = 0;          // planned over live, rounded up to 64 bytes a block, less 1
   int64_t resident_bytes = 0;        // of its pages, in memory now
   int64_t first_peak_bytes = 0;      // while it learned: arena and what was outside of it
-  int64_t outside_peak_bytes = 0;    // tensor data outside of it since then, results of the step included
+  // Tensor data outside of it since then, results of the step included; on a device also what others took meanwhile.
+  int64_t outside_peak_bytes = 0;
   std::vector<Request> kept;         // what kernels keep beyond their op, left to torch's allocator
   std::vector<Request> unforeseen;   // since it settled
 };
