@@ -213,8 +213,9 @@ TEST(TensorRoles, BlocksShareOneAndFusedWeightsSaySo) {
   EXPECT_TRUE(CheckBlocks(attention, *ReadPlan("qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1")).ok());
   EXPECT_EQ(
       CheckBlocks(attention, *ReadPlan("qkv.weight 0; out.weight 1")).error().message,
-      "what 'qkv.weight' makes is taken in 3 parts, and a cut along dimension 0 goes through them: of several weights in "
-      "one, write 'qkv.weight 0 blocks 3', which cuts each; of heads, fewer than ranks, write nothing: they stay whole");
+      "what 'qkv.weight' makes is taken in 3 parts, and a cut along dimension 0 goes through them: of several weights "
+      "in one, write 'qkv.weight 0 blocks 3', which cuts each; of heads, fewer than ranks, write nothing: they stay "
+      "whole");
 }
 
 // As with adapters: what is not trained has memory and is multiplied with all the same.

@@ -244,9 +244,10 @@ Status CheckBlocks(const std::vector<Role>& roles, const std::vector<PlanEntry>&
       if (!named || std::find(role.choices.begin(), role.choices.end(), asked) != role.choices.end()) continue;
       for (const Held& held : role.choices) {
         if (held.dim != entry.dim) continue;
-        return MakeError("what '", entry.pattern, "' makes is taken in ", held.blocks, " parts, and a cut along dimension ",
-                         entry.dim, " goes through them: of several weights in one, write '", entry.pattern, " ",
-                         PrintHeld(held), "', which cuts each; of heads, fewer than ranks, write nothing: they stay whole");
+        return MakeError("what '", entry.pattern, "' makes is taken in ", held.blocks,
+                         " parts, and a cut along dimension ", entry.dim,
+                         " goes through them: of several weights in one, write '", entry.pattern, " ", PrintHeld(held),
+                         "', which cuts each; of heads, fewer than ranks, write nothing: they stay whole");
       }
     }
   }

@@ -65,13 +65,13 @@ void Cutter::AppendRemembered(std::vector<int64_t>& out) const {
     out.push_back(static_cast<int64_t>(arg.kind));
     out.push_back(arg.integer.value);
   };
-  for (const struct LocalIndex& known : local_indices_) {
+  for (const LocalIndex& known : local_indices_) {
     out.insert(out.end(), {known.of, known.rows});
     add(known.other);
     add(known.ignored);
   }
   out.push_back(kNone);
-  for (const struct Counted& known : counted_) {
+  for (const Counted& known : counted_) {
     out.push_back(known.target);
     add(known.ignored);
   }
