@@ -1,6 +1,6 @@
 #!/bin/sh
 # fuzz.sh SECONDS - runs every fuzz target of build/fuzz for so long, beside one another. A finding ends it and is kept in out/.
-# Three quarters of the time go to inputs of at most 1.5 KB, thousands a second; the rest to inputs of any size, hundreds.
+# FUZZ_SEED=n draws the same inputs again. Three quarters of the time go to inputs of at most 1.5 KB, thousands a second; the rest to inputs of any size, hundreds.
 set -eu
 seconds="$1"
 targets=$(find build/fuzz -maxdepth 1 -name '*_fuzz' -type f -perm -u+x | sort)
@@ -28,7 +28,7 @@ one() {
     esac
     target="$1" time="$2"
     shift 2
-    "$target" -max_total_time="$time" -max_len="$length" -rss_limit_mb=1024 -timeout=30 -dict=build/fuzz/words \
+    "$target" -max_total_time="$time" -max_len="$length" -seed="${FUZZ_SEED:-0}" -rss_limit_mb=1024 -timeout=30 -dict=build/fuzz/words \
       -print_final_stats=1 -artifact_prefix="out/$name-" "$corpus" "$@" || return 1
     set -- "$target"
   done >"build/fuzz/$name.log" 2>&1
