@@ -286,7 +286,7 @@ def narrow(mesh: dict[str, int] | None, config: dict[str, Any]) -> list[float]:
 )
 def test_with_other_precisions(config: dict[str, Any]) -> None:
     found, expected = ranks.run(narrow, 4, {"dp": 2, "tp": 2}, config)[0], ranks.run(narrow, 2, None, config)[0]
-    assert found == pytest.approx(expected, rel=5e-3 if "param_dtype" in config else 1e-5)
+    assert found == pytest.approx(expected, rel=2**-7 if "param_dtype" in config else 1e-5)  # a bfloat16 loss: its last bit
 
 
 def of_lengths(mesh: dict[str, int] | None) -> list[float]:
