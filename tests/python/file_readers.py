@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import shutil
 import zlib
 from collections.abc import Callable
@@ -36,8 +35,6 @@ from interlace.errors import InterlaceError
 from interlace.models import lookup
 from interlace.regions import kept
 from interlace.report.run_log import read_log
-
-logging.getLogger("interlace").setLevel(logging.ERROR)  # what is damaged is said each time
 
 
 def _all(name: str) -> bool:

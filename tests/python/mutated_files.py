@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import logging
 import mmap
 import os
 import random
@@ -168,6 +169,7 @@ def run_seeds(reader: Reader, seeds: range, folder: Path) -> tuple[collections.C
         if child == 0:
             code = 1
             try:
+                logging.getLogger("interlace").setLevel(logging.ERROR)  # what is damaged is said each time
                 os.close(read)
                 with open(write, "w") as answers:
                     case = Case(reader, folder / f"{reader.name}-{number}")

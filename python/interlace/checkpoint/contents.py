@@ -120,7 +120,7 @@ class Checkpoint(contextlib.AbstractContextManager):
             data = json.loads(self.read(TRAINER))
             self._check_format(int(data["format"]))
             if not all(0 <= int(steps) < MOST_STEPS for steps in (data["step"], *(g["steps"] for g in data["groups"]))):
-                raise ValueError("no number of steps")
+                raise ValueError("a negative number of steps, or one that no run makes")
             for group in data["groups"]:
                 list(group["parameters"])
                 for key, value in group["hyper"].items():

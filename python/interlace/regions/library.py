@@ -112,6 +112,10 @@ def check_compiler() -> None:
 
 def make(wanted: Wanted, limit_s: float) -> None:
     """Puts the library into its place. Error: RegionsError, OSError; a compiler that took too long may have left processes."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    # torch asks the compiler so before anything else, without a limit.
+    kept.run_within([get_cpp_compiler(), "-v"], "the C++ compiler", limit_s)
     funcs, threads = wanted.funcs, wanted.threads
     found: dict[str, Any] = {}
     texts = []
