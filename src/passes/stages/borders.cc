@@ -100,7 +100,8 @@ Result<bool> Borders(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const std::string axis, options.Name("axis", "pp"));
   INTERLACE_ASSIGN(const int64_t chunks, options.Int("chunks", 1, 1));
   Phase* phase = program.MicroBatchPhase();
-  if (program.level != Level::kCaptured || phase == nullptr || !program.stage || !program.stage->unlike())
+  if (program.level != Level::kCaptured || phase == nullptr || !program.stage || !program.stage->unlike() ||
+      program.stage->axis != axis)
     return MakeError(
         "borders is for a captured program with a single micro-batch phase, of stages with unlike ranks; declare them "
         "first: mesh(axes=...,stages=...)");

@@ -10,9 +10,10 @@
 // stages need is found by dataflow (flow.h, messages.h), so any value may cross, also several stages at once; what is
 // cheap to repeat is made where it is used. A parameter that stages share (tied weights) is on all of their ranks,
 // which add up their parts of its gradient when the step ends (pass `update`). Stages of unlike ranks re-cut what
-// crosses by rows (recut.h), and pass `borders` comes before where they cut products unlike. Options: axis, stage, at=auto|model|NAMES, chunks, backward=whole|split, data, cluster,
-// profile (for at=auto). Runs after canonicalize, mesh, tensor, precision and recompute, before the strategy. Error: no
-// such axis, more stages than borders, a value that cannot be sent, random numbers in program order.
+// crosses by rows (recut.h); where they cut products, too, pass `borders` comes before `tensor`. Options: axis, stage,
+// at=auto|model|NAMES, chunks, backward=whole|split, data, cluster, profile (for at=auto). Runs after canonicalize,
+// mesh, tensor, precision and recompute, before the strategy. Error: no such axis, more stages than borders, a value
+// that cannot be sent, random numbers in program order.
 #include <algorithm>
 #include <array>
 #include <optional>
