@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import stage_texts
 from stage_texts import Net
@@ -70,3 +72,13 @@ def test_errors() -> None:
         _core.simulate_set(set_of(texts[:1]), "local-2")
     with pytest.raises(_core.Error, match="unknown output 'sumary', did you mean 'summary'"):
         _core.simulate_set(set_of(texts), "local-2", output="sumary")
+
+
+def test_stages_of_other_ranks_from_the_command_line(tmp_path: Path) -> None:
+    text = str(tmp_path / "l.il")
+    assert commands.run("capture", "--model", "llama-tiny", "-o", text).returncode == 0
+    common = ["simulate", text, "--accumulation", "4", "--cluster", "h100-80gb-3", "--json"]
+    done = commands.run(*common, "--mesh", "pp=2,dp=1,tp=2+1")
+    assert done.returncode == 0 and len(json.loads(done.stdout)["stages"]) == 2, done.stderr
+    done = commands.run(*common, "--mesh", "pp=2,dp=1+2")
+    assert done.returncode != 0 and "stages of unlike dp have micro-batches of other rows" in done.stderr

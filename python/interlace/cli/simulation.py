@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 from interlace.cli.program_file import FileError, read_program
 from interlace.config import Config
+from interlace.config.forms import mesh_ranks
 from interlace.config.schedule import for_stage, items, pass_name
 
 PROGRAM_HELP = "A program file; - reads stdin."
@@ -58,7 +58,11 @@ def _passes(program: Any, file: str, config: Config, cluster: str) -> list[str]:
     if program.level != "captured" or program.mesh:
         raise FileError(f"--mesh lays a captured program out, and {shown(file)} is laid out already: leave --mesh out")
     assert config.mesh is not None
-    passes = config.pipeline(math.prod(size for _, size in config.mesh))
+    if len({axes["dp"] for axes in config.stage_meshes}) > 1:
+        raise FileError(
+            f"{shown(file)} is one micro-batch, and stages of unlike dp have micro-batches of other rows: write one size of axis dp for all"
+        )
+    passes = config.pipeline(mesh_ranks(config.mesh))
     costs = f"cluster={cluster}"
     passes = passes.replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),")
     return items(passes.replace(",at=auto", f",at=auto,{costs}"))
@@ -76,7 +80,8 @@ def stages_of(
     config = dataclasses.replace(config, stage_order=order)
     whole = load_program(file)
     passes = _passes(whole, file, config, cluster)
-    before = next(i for i, text in enumerate(passes) if pass_name(text) == "pipeline")
+    first = "mesh" if config.stage_meshes else "pipeline"  # that depends on the stage
+    before = next(i for i, text in enumerate(passes) if pass_name(text) == first)
     whole.run_passes(",".join(passes[:before]))
     text, rest, programs = whole.print(), ",".join(passes[before:]), []
     for stage in range(config.stage_ranks):
