@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -157,6 +158,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+SO_RCVBUFFORCE = 33  # Linux: a receive buffer above the system's limit, for root
+
+
 class Heard:
     """A command of the training, in a network of its own, and all that goes over that network's loopback."""
 
@@ -181,6 +185,8 @@ class Heard:
         with socket.socket() as any_socket:
             fcntl.ioctl(any_socket, siocsifflags, struct.pack("16sh", b"lo", up) + bytes(22))
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as ears:
+            with contextlib.suppress(PermissionError):  # a thread that waits for a processor does not lose packets
+                ears.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 28)
             ears.bind(("lo", 0))
             ears.settimeout(0.2)
             listening = threading.Thread(target=self.listen, args=(ears,))

@@ -205,6 +205,17 @@ def test_gathered_again_for_the_backward_part():
     assert count(text, "all_gather") == 4 * 2 + 3 + 2 * 2 + 1
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_are_cut_at_a_table_that_stays_whole(ranks):
+    """Where memory counts: else the first block would keep all rows of what it looked up, of their norm and its mask."""
+    torch.manual_seed(0)
+    model, batch, plan = gpt2(dropout=0.25)
+    text = compare((model, batch, plan.removeprefix("transformer.wte.weight 0; ")), ranks, ",regather=true")
+    found = re.findall(r"(?m)^  %\d+: f64\[([\d,]+)\] = aten.embedding\(", text)
+    assert found == [{2: "1,16,64", 4: "2,4,64"}[ranks], "1,16,64"]
+    compare(t5(), ranks, ",regather=true")
+
+
 def test_fewer_key_value_heads_than_ranks():
     torch.manual_seed(0)
     compare(llama(kv_heads=1), 2)

@@ -226,9 +226,15 @@ std::optional<DimCut> Cutter::CutIn(const std::vector<int32_t>& dims, const Way&
 
 std::vector<Cutter::Way> Cutter::WaysOf(const Op& op, const Rule& rule, const std::vector<ValueId>& operands) {
   std::vector<Way> ways;
+  const bool looked_up = options_.regather && op.name == "aten.embedding" && operands.size() > 1 &&
+                         std::as_const(program_).value(program_.RootOf(operands[1])).kind == ValueKind::kInput;
   for (size_t i = 0; i < operands.size(); ++i) {
     const Placement& placement = PlacementOf(operands[i]);
     std::optional<DimCut> cut = CutOf(operands[i]);
+    // A table that is whole would make all rows whole, which costs no transfer; but the backward part keeps them.
+    if (looked_up && i == 1 && placement.is_whole()) {
+      if (int64_t period = RowPeriod(op.results[0]); period > 0) cut = CutOfView(geometry_[op.results[0]], period, ranks_);
+    }
     if (auto input = row_inputs_.find(program_.RootOf(operands[i])); input != row_inputs_.end())
       cut = CutOfView(geometry_[operands[i]], input->second, ranks_);
     if (placement.is_sum()) {
