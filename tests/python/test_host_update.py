@@ -116,8 +116,11 @@ def rank_run(
         return *found, [float(again.step(tokens(step))) for step in (3, 4)]
 
 
-@pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize(("accumulation", "mode"), [(1, "reduce_each"), (3, "reduce_each"), (2, "reduce_last")])
+@pytest.mark.parametrize(("accumulation", "mode", "clip"), [
+    (1, "reduce_each", 0.05), (3, "reduce_each", None), (2, "reduce_last", 0.05),
+    *(pytest.param(*one, marks=pytest.mark.soak)
+      for one in [(1, "reduce_each", None), (3, "reduce_each", 0.05), (2, "reduce_last", None)]),
+])  # fmt: skip
 def test_steps_on_the_host_of_two_ranks_change_no_bit(
     accumulation: int, mode: str, clip: float | None, tmp_path: Path
 ) -> None:

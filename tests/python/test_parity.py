@@ -95,7 +95,7 @@ def test_whole_matrix(group: Group) -> None:
     check(group, MATRIX[group])
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
 def test_mixtral_in_bfloat16(size: int) -> None:
     check((size, "mixtral", ("bfloat16", "adamw")), [Setting(clip=1.0)])
 

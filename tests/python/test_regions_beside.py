@@ -220,8 +220,11 @@ while True:
 """
 
 
-@pytest.mark.parametrize("wait", ["wait", "beside"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("how", "wait"), [
+    (signal.SIGKILL, "beside"), (signal.SIGINT, "beside"), (signal.SIGTERM, "wait"),
+    *(pytest.param(*pair, marks=pytest.mark.soak)
+      for pair in [(signal.SIGKILL, "wait"), (signal.SIGINT, "wait"), (signal.SIGTERM, "beside")]),
+])  # fmt: skip
 def test_a_run_that_ends_leaves_no_compiler(tmp_path: Path, how: signal.Signals, wait: str) -> None:
     file, cache, temporary = tmp_path / "pid", tmp_path / "cache", tmp_path / "tmp"
     temporary.mkdir()

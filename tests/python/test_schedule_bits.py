@@ -86,14 +86,17 @@ def test_micro_batches_side_by_side(case: str, size: int) -> None:
     check(case, size, 4, "reduce_last", others)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.soak) if c == "llama" else c for c in CASES])
 def test_random_combinations(case: str) -> None:
     for (steps, mode), pipelines in combinations(case, 2, 6, seed=1).items():
         check(case, 2, steps, mode, pipelines)
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
-@pytest.mark.parametrize(("case", "steps", "mode"), [("llama", 1, "reduce_each"), ("gpt2_dropout", 2, "reduce_last")])
+@pytest.mark.parametrize(("case", "steps", "mode", "strategy"), [
+    ("llama", 1, "reduce_each", "zero1"), ("gpt2_dropout", 2, "reduce_last", "replicate"),
+    *(pytest.param(*one, marks=pytest.mark.soak)
+      for one in [("llama", 1, "reduce_each", "replicate"), ("gpt2_dropout", 2, "reduce_last", "zero1")]),
+])  # fmt: skip
 def test_other_strategies(case: str, steps: int, mode: str, strategy: str) -> None:
     """Only reductions move there, and the gathers of their sums."""
     bucket = f"bucket(modules={LISTS[case]})"

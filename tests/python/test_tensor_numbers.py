@@ -11,7 +11,9 @@ import parity
 import pytest
 import ranks
 import tensor_models
+import torch
 from test_tensor_parallel import EACH, STRATEGIES, distances
+from test_trainer_bits import digest
 
 import interlace
 
@@ -44,6 +46,26 @@ def test_alone(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_with_data_parallelism(name: str) -> None:
     check(name, {"dp": 2, "tp": 2}, STRATEGIES)
+
+
+def bits(name: str, mesh: dict[str, int], settings: list[dict[str, Any]]) -> list[list[str]]:
+    """For each setting, what two runs in float32 ended with."""
+    found = []
+    for config in settings:
+        runs = [tensor_models.on_mesh(name, 5, torch.float32, mesh=mesh, cache="off", **config) for _ in range(2)]
+        found.append([f"{losses} {digest(weights)}" for losses, weights in runs])
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits_twice(name: str, mesh: dict[str, int]) -> None:
+    settings = STRATEGIES[::3] if "dp" in mesh else [EACH[0], EACH[3]]
+    of_ranks = ranks.run(bits, mesh.get("dp", 1) * mesh["tp"], name, mesh, settings, timeout_s=600)
+    for config, found in zip(settings, zip(*of_ranks, strict=True), strict=True):
+        assert len({text for of_rank in found for text in of_rank}) == 1, f"{name}, {mesh}, {config}"
 
 
 def bias_only(mesh: dict[str, int] | None, plan: str) -> tuple[list[float], int]:

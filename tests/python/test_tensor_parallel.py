@@ -38,8 +38,7 @@ def distances(name: str, mesh: dict[str, int], settings: list[dict[str, Any]]) -
 EACH: list[dict[str, Any]] = [{"accumulation": a, "clip_norm": c} for a in (1, 4) for c in (None, 0.3)]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "tied"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "name"), [(2, "llama"), (4, "gpt2"), (2, "qwen3"), (4, "tied")])  # `make soak`: every pair
 def test_the_numbers_of_one_process(name: str, size: int) -> None:
     for config, distance in zip(EACH, ranks.run(distances, size, name, {"tp": size}, EACH, timeout_s=300)[0], strict=True):
         assert distance.within(1e-9), f"{config}: {distance}"
@@ -48,7 +47,7 @@ def test_the_numbers_of_one_process(name: str, size: int) -> None:
 STRATEGIES: list[dict[str, Any]] = [{"strategy": s, **config} for s in ("shard", "zero1", "replicate") for config in EACH]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("llama", {"dp": 2, "tp": 2}), ("llama", {"tp": 2, "dp": 2}), ("gpt2", {"dp": 2, "tp": 2})])
+@pytest.mark.parametrize(("name", "mesh"), [("llama", {"dp": 2, "tp": 2}), ("gpt2", {"tp": 2, "dp": 2})])
 def test_with_every_strategy_of_data_parallelism(name: str, mesh: dict[str, int]) -> None:
     settings = STRATEGIES if mesh == {"dp": 2, "tp": 2} and name == "llama" else STRATEGIES[::3]
     for config, distance in zip(settings, ranks.run(distances, 4, name, mesh, settings, timeout_s=600)[0], strict=True):
@@ -166,7 +165,7 @@ def resumed(name: str, folder: str, start: int, stop: int, mesh: Any, strategy: 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize(("size", "mesh", "strategy"), FROM)
-@pytest.mark.parametrize("short", [0, 1 << 30])
+@pytest.mark.parametrize("short", [0, pytest.param(1 << 30, marks=pytest.mark.soak)])
 def test_a_checkpoint_loads_on_any_other_mesh(
     name: str, size: int, mesh: Any, strategy: str, short: int, tmp_path: Path
 ) -> None:  # fmt: skip
