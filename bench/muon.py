@@ -1,7 +1,7 @@
 """What Muon's step costs a rank where matrices are dealt to the ranks, against one rank that makes them all orthogonal.
 
     python bench/muon.py
-    python bench/muon.py --ranks 4 --matrices 16 --size 384 --strategy zero1 --json out.json
+    python bench/muon.py --ranks 4 --matrices 16 --size 128 --strategy zero1 --json out.json
 
 The model is its matrices, and the loss their sum: a step is the update and its transfers, and little else. A rank's seconds are those of
 its thread on a processor, transfers included, of the busiest rank: what a step takes where every rank has a core of its own. The time by
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--matrices", type=int, default=16)
-    parser.add_argument("--size", type=int, default=128, help="rows and columns (default 128)")
+    parser.add_argument("--size", type=int, default=768, help="rows and columns (default 768)")
     parser.add_argument("--strategy", choices=["shard", "zero1", "replicate"], default="shard")
     parser.add_argument("--rounds", type=int, default=10, help="steps that are measured (default 10)")
     parser.add_argument("--json", help="add the record to this file")
