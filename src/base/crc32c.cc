@@ -5,7 +5,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace interlace {
@@ -82,11 +82,46 @@ __attribute__((target("sse4.2"))) const unsigned char* Stretches(uint64_t& crc, 
   return at;
 }
 
+// x^n modulo the polynomial, reflected, as a factor of carry-less products.
+constexpr int64_t Power(int n) {
+  uint32_t power = 0x80000000;
+  for (; n > 0; --n) power = (power & 1) != 0 ? power >> 1 ^ kPolynomial : power >> 1;
+  return static_cast<int64_t>(uint64_t{power} << 1);
+}
+
+// 256 bytes at a time are multiplied by x^2048 and added to the next ones: what is left has the checksum of all. Source:
+// Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction, Intel 2009.
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2"))) const unsigned char* Fold(uint64_t& crc, const unsigned char* at,
+                                                                                        size_t& size) {
+  constexpr int kBits = 2048;
+  constexpr int64_t kLow = Power(kBits + 32), kHigh = Power(kBits - 32);
+  const __m512i powers = _mm512_set4_epi64(kHigh, kLow, kHigh, kLow);
+  __m512i sum[4];
+  for (int i = 0; i < 4; ++i) sum[i] = _mm512_loadu_si512(at + 64 * i);
+  sum[0] = _mm512_xor_si512(sum[0], _mm512_zextsi128_si512(_mm_cvtsi64_si128(static_cast<int64_t>(crc))));
+  for (size -= 256, at += 256; size >= 256; size -= 256, at += 256) {
+    for (int i = 0; i < 4; ++i) {
+      const __m512i low = _mm512_clmulepi64_epi128(sum[i], powers, 0x00);
+      const __m512i high = _mm512_clmulepi64_epi128(sum[i], powers, 0x11);
+      sum[i] = _mm512_ternarylogic_epi64(low, high, _mm512_loadu_si512(at + 64 * i), 0x96);  // the sum of the three
+    }
+  }
+  crc = 0;
+  for (const __m512i& part : sum) {
+    alignas(64) uint64_t words[8];
+    _mm512_store_si512(words, part);
+    for (uint64_t word : words) crc = _mm_crc32_u64(crc, word);
+  }
+  return at;
+}
+
 __attribute__((target("sse4.2"))) uint32_t ByInstruction(uint32_t before, const unsigned char* at, size_t size) {
   // From memory, stretches of a page are read at 13 GB/s, of four at 16: more lines in a row are fetched ahead.
   constexpr size_t kPages = 16384, kLong = 2048, kShort = 256;
   static const Shift by_pages = MakeShift(kPages), by_long = MakeShift(kLong), by_short = MakeShift(kShort);
-  uint64_t crc = ~before;
+  static const bool folds = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq");
+  uint64_t crc = static_cast<uint32_t>(~before);
+  if (folds && size >= 1024) at = Fold(crc, at, size);
   at = Stretches(crc, at, size, kPages, by_pages);
   at = Stretches(crc, at, size, kLong, by_long);
   at = Stretches(crc, at, size, kShort, by_short);
