@@ -6,6 +6,8 @@ import json
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -64,6 +66,41 @@ def check(where: Path, whole: tuple[dict[int, float], float], count: int, seed: 
 
 def test_a_few_random_moments(folder: Path, whole: tuple[dict[int, float], float]) -> None:  # noqa: F811
     check(folder, whole, MOMENTS, 1)
+
+
+@pytest.mark.parametrize("how", ["while an object is taken apart", "while the command is imported"])
+def test_nothing_swallows_it(how: str) -> None:
+    """Python prints a KeyboardInterrupt of a finalizer, or of a callback of a module's lock, and goes on as if it had not come."""
+    run = """
+import signal, sys, time, types
+class Gone:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+def run():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        Gone()
+        time.sleep(20)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    return 0
+def _():
+    time.sleep(20)
+    return 0
+class App(types.ModuleType):
+    def __getattr__(self, name):
+        if name != "run":
+            raise AttributeError(name)
+        if {imported}:
+            signal.raise_signal(signal.SIGINT)
+        return run
+from interlace import cli
+sys.modules["interlace.cli.app"] = App("app")
+cli.main()
+""".replace("{imported}", str("imported" in how))
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
 def test_in_the_middle_of_training(folder: Path) -> None:  # noqa: F811

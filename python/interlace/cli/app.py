@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -83,6 +85,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     follow_parent()
     try:
         _load_commands(arguments[0] if arguments else "")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = typer.main.get_command(app).main(args=arguments, prog_name="interlace", standalone_mode=False)
         if code == INTERRUPTED:  # typer makes this of a KeyboardInterrupt, and says nothing
             raise KeyboardInterrupt

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import torch
 import typer
 
-from interlace.cli import main
+from interlace.cli import end_at_once, main
 from interlace.cli.console import Work, err
 from interlace.cli.program_file import FileError, check_output, writable_folder
 from interlace.cli.run_record import RunRecord, with_resumed
@@ -93,6 +93,7 @@ def train(context: typer.Context, **given: Any) -> None:
 
         train_rank(settings, record, "text" in explicit, planned)
         return
+    end_at_once()
     with contextlib.ExitStack() as stack:
         fork_server = None
         if ForkServer.can_be() and not torch.backends.cuda.is_built():  # a process that has seen a GPU must not be forked

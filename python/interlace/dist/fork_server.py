@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from interlace.dist.launch import PARENT, follow_parent
@@ -36,10 +36,12 @@ class ForkServer:
         sys.stdout.flush()
         sys.stderr.flush()
         launcher = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the fork is in a session of its own
         self._pid = os.fork()
         if self._pid == 0:
             self._pipe.close()
-            _do_and_end(lambda: _serve(theirs, launcher, imports, main))
+            _do_and_end(lambda: _serve(theirs, launcher, before, imports, main))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     @staticmethod
@@ -86,8 +88,13 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
-def _serve(pipe: socket.socket, launcher: int, imports: Callable[[], object], main: Callable[[], object]) -> None:
+def _serve(
+    pipe: socket.socket, launcher: int, signals: Collection[int], imports: Callable[[], object], main: Callable[[], object]
+) -> None:
     os.setsid()  # a terminal's Ctrl-C is for the launcher
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that has come already is forgotten
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     os.environ[PARENT] = str(launcher)
     follow_parent()
     imports()

@@ -5,6 +5,7 @@ A side is a program that was simulated, a pipeline of programs, a trace, or a ru
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
@@ -68,7 +69,7 @@ def side_of_set(name: str, found: dict[str, Any], trace: str, words: dict[str, s
     for cause, said in CAUSES.items():
         figures[f"Bubbles: {said}"] = (sum(s["bubble_us"].get(cause, 0) for s in stages), "us")
     memory = {f"stage {i}": float(s["peak_bytes"]) for i, s in enumerate(stages)}
-    return Side(name, figures, {}, memory, words, runs(trace), estimated=not found["profile"]["fingerprint"])
+    return Side(name, figures, {}, memory, words, runs(json.loads(trace)["traceEvents"]), estimated=not found["profile"]["fingerprint"])
 
 
 def side_of_run(run: Run) -> Side:

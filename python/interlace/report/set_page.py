@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html import escape
 from typing import Any
 
@@ -24,26 +25,38 @@ def render_set(
 ) -> str:  # fmt: skip
     """The whole file. `found` and `trace` as `_core.simulate_set` gives them with output "json" and "trace"; `mesh` with the sizes of
     all axes, the last one fastest, tells which ranks are of a stage. `hint`: HTML below the title."""
-    timeline = runs(trace)
+    events = json.loads(trace)["traceEvents"]
+    timeline, ranks = runs(events), ranks_by_stage(events)
     data: dict[str, Any] = {
         "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
         "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": found["limit_bytes"],
     }  # fmt: skip
     data["presets"] = presets(timeline)
     double = "a run to fill the view with it."
-    what = f"{len(found['stages'])} stages, what each runs when"
+    what = f"{len(found['stages'])} stages, what each{' rank (r)' if ranks else ''} runs when"
     sections = [
         header(title, notes, hint), _tiles(found), html.timeline(what, "stage", double, tuple(data["presets"])), _stages(found),
-        _memory(found, mesh or {}, axis), _path(found), _modules(found),
+        _memory(found, ranks or [ranks_of(mesh or {}, axis, i) for i in range(len(found["stages"]))]), _path(found), _modules(found),
     ]  # fmt: skip
     return document(f"Pipeline: {title}", sections, data)
 
 
-def runs(trace: str) -> Timeline:
-    """A lane for what each stage computes, ops of one micro-batch and part that follow one another as one event, and one for its messages."""
+def ranks_by_stage(events: list[dict[str, Any]]) -> list[list[int]]:
+    """The ranks of each stage where all of them were simulated, as the processes of a trace are called: "stage 0, rank 1"."""
+    found: dict[int, list[int]] = {}
+    for entry in events:
+        if entry["name"] == "process_name" and (match := re.fullmatch(r"stage (\d+), rank (\d+)", entry["args"]["name"])):
+            found.setdefault(int(match[1]), []).append(int(match[2]))
+    return [found[stage] for stage in sorted(found)]
+
+
+def runs(events: list[dict[str, Any]]) -> Timeline:
+    """A lane for what each stage computes, ops of one micro-batch and part that follow one another as one event, and one for its messages;
+    of a trace of all ranks the same for each rank."""
+    places = {rank: stage for stage, own in enumerate(ranks_by_stage(events)) for rank in own}
     ranks: dict[int, dict[str, list[dict[str, Any]]]] = {}
     lanes: dict[tuple[int, int], str] = {}
-    for entry in json.loads(trace)["traceEvents"]:
+    for entry in events:
         if entry["ph"] == "M" and entry["name"] == "thread_name":
             lanes[entry["pid"], entry["tid"]] = entry["args"]["name"].split(" ", 2)[2]
         elif entry["ph"] == "X":
@@ -51,11 +64,12 @@ def runs(trace: str) -> Timeline:
             ranks.setdefault(entry["pid"], {}).setdefault(lane, []).append(entry)
     span = max((round((e["ts"] + e["dur"]) * 1e3) for own in ranks.values() for es in own.values() for e in es), default=0)
     named: dict[str, list[Event]] = {}
-    for stage, own in sorted(ranks.items()):
-        named[f"stage {stage}"] = _merged(own.get("compute", []), span // 1000)
+    for place, own in sorted(ranks.items()):
+        of = f"r{place}" if places else str(place)
+        named[f"stage {places[place]} {of}" if places else f"stage {of}"] = _merged(own.get("compute", []), span // 1000)
         messages = [_event(e, "message") for lane, es in own.items() if lane.startswith("p2p") for e in es]
         if messages:
-            named[f"sends {stage}"] = sorted(messages, key=lambda event: event.start_ns)
+            named[f"sends {of}"] = sorted(messages, key=lambda event: event.start_ns)
     return Timeline("simulated stages", 0, span, named)
 
 
@@ -104,7 +118,7 @@ def presets(timeline: Timeline) -> dict[str, list[int]]:
 
 def ranks_of(mesh: dict[str, int], axis: str, index: int) -> list[int]:
     """The ranks whose place along `axis` is `index`; the last axis is the fastest."""
-    found = [0]
+    found = [0] if index < mesh.get(axis, 0) else []
     for name, size in mesh.items():
         found = [rank * size + at for rank in found for at in ([index] if name == axis else range(size))]
     return found
@@ -114,22 +128,22 @@ def _ranks_text(ranks: list[int]) -> str:
     """ "0-3", "0, 2", "0, 4, ... 28"."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}&ndash;{ranks[-1]}"
-    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, &hellip; {ranks[-1]}"
+    return ", ".join(map(str, ranks)) or "&ndash;" if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, &hellip; {ranks[-1]}"
 
 
-def _memory(found: dict[str, Any], mesh: dict[str, int], axis: str) -> str:
+def _memory(found: dict[str, Any], ranks: list[list[int]]) -> str:
     stages, limit = found["stages"], found["limit_bytes"]
     most = max(stage["peak_bytes"] for stage in stages) or 1
     rows = []
     for i, stage in enumerate(stages):
-        ranks = _ranks_text(ranks_of(mesh, axis, i)) if mesh.get(axis) == len(stages) else "&ndash;"
         peak, lasting = stage["peak_bytes"], stage["persistent_bytes"]
         bars = "".join(f'<span class="k-{kind}" style="width:{100 * size / most:.2f}%"></span>'
                        for kind, size in (("parameters", lasting), ("activations", peak - lasting)))  # fmt: skip
         over = "" if stage["fits"] else "<small>does not fit</small>"
         rows.append([
-            str(i), ranks, f'{bytes_text(peak)}<span class="meter">{bars}</span>{over}', percent_text(peak / limit) if limit else "",
-            bytes_text(lasting), bytes_text(peak - lasting), bytes_text(stage["input_bytes"]),
+            str(i), _ranks_text(ranks[i]), f'{bytes_text(peak)}<span class="meter">{bars}</span>{over}',
+            percent_text(peak / limit) if limit else "", bytes_text(lasting), bytes_text(peak - lasting),
+            bytes_text(stage["input_bytes"]),
         ])  # fmt: skip
     head = ["stage", "each of the ranks", "peak", "of the limit", "lasting", "of a step", "inputs"]
     note = f"Of each rank, all ranks of a stage alike; the limit is {bytes_text(limit)}. Inputs belong to the caller."
