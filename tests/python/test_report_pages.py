@@ -6,6 +6,7 @@ import html
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import run
@@ -16,7 +17,7 @@ from interlace import _core
 from interlace.report import LogError, read_log, render
 from interlace.report.glossary import explained, words
 from interlace.report.run_log import thinned
-from interlace.report.set_page import presets, ranks_of
+from interlace.report.set_page import presets, ranks_by_stage, ranks_of, runs
 from interlace.report.timeline import Event, Timeline
 from interlace.report.units import bytes_text, percent_text, time_text
 
@@ -159,6 +160,25 @@ def test_messages(cli, tmp_path, arguments, said):  # noqa: F811
 def test_ranks_of_a_place():
     assert ranks_of({"pp": 2, "dp": 4}, "pp", 1) == [4, 5, 6, 7]
     assert ranks_of({"dp": 2, "pp": 2, "tp": 2}, "pp", 0) == [0, 1, 4, 5]
+
+
+def test_ranks_of_unlike_stages_have_lanes_of_their_own():
+    def of(rank: int, name: str) -> list[dict[str, Any]]:
+        return [
+            {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}},
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank} compute"}},
+            {"ph": "X", "name": "aten.mm", "pid": rank, "tid": 0, "ts": 10 * rank, "dur": 5,
+             "args": {"part": "fwd", "detail": "micro-batch 3"}},
+        ]  # fmt: skip
+
+    each = of(0, "stage 0, rank 0") + of(1, "stage 0, rank 1") + of(2, "stage 1, rank 2")
+    assert ranks_by_stage(each) == [[0, 1], [2]]
+    assert {name: [e.op for e in events] for name, events in runs(each).lanes.items()} == {
+        "stage 0 r0": ["forward 3"], "stage 0 r1": ["forward 3"], "stage 1 r2": ["forward 3"],
+    }  # fmt: skip
+    alike = of(0, "stage 0") + of(1, "stage 1")
+    assert ranks_by_stage(alike) == [] and list(runs(alike).lanes) == ["stage 0", "stage 1"]
+    assert ranks_of({"dp": 4}, "pp", 0) == []
 
 
 def test_start_and_end_of_a_pipeline():

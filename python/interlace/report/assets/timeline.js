@@ -46,7 +46,7 @@ const view = {from: 0, to: whole};
 const LANE = 24, TITLE = 22, AXIS = 34, GAP = 10;
 
 const timeline = document.getElementById("timeline");
-const gutter = () => (timeline.clientWidth < 560 ? 58 : 84);
+const gutter = () => (timeline.clientWidth < 560 ? 68 : 84);
 
 function rowsOf() {
   const rows = [];
