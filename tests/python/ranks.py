@@ -85,6 +85,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
             outcome = Outcome(value, None, "", time.monotonic() - begin)
         except BaseException as e:
             outcome = Outcome(None, e, traceback.format_exc(), time.monotonic() - begin)
+            if dist.is_initialized():  # who waits for this rank in an operation of gloo's is told
+                dist.destroy_process_group()
+            group = None
         try:
             pipe.send(outcome)
         except Exception as e:  # a value or an error that cannot be pickled
