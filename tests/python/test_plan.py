@@ -444,7 +444,7 @@ def test_the_page_of_a_plan_has_a_lane_a_stage(planned, tmp_path, cli):
     file, two = tmp_path / "predicted.plan", two_stages(planned, tmp_path)
     assert cli("report", "--plan", str(two), "-o", str(tmp_path / "no.html"))[0] == 1  # no times yet
     assert cli("plan", str(two), "-o", str(file))[0] == 0
-    timeline = runs(_core.plan_trace(file.read_text()))
+    timeline = runs(json.loads(_core.plan_trace(file.read_text()))["traceEvents"])
     assert {"stage 0", "stage 1", "sends 0"} <= set(timeline.lanes)
     for lane in ("stage 0", "stage 1"):
         parts = [event.part for event in timeline.lanes[lane] if not event.wait]

@@ -8,6 +8,7 @@ from typing import Any
 from interlace.cli.console import fitted, out, rows_table
 from interlace.cli.console import seconds as time_of
 from interlace.config import format_bytes
+from interlace.report.units import counted
 
 
 def seconds(value: float) -> str:
@@ -53,7 +54,7 @@ def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
     lines = [
         f"{plan['model']} on {plan['cluster']}: {plan['global_batch']} samples of {plan['sequence']} tokens, {plan['dtype']}, {flash}",
         f"{seconds(us / 1e6)} a step, {per_s:.2f} samples/s, {per_s * plan['sequence']:,.0f} tokens/s; "
-        f"{plan['accumulation']} micro-batches in {len(plan['stages'])} stage(s)",
+        f"{counted(plan['accumulation'], 'micro-batch')} in {counted(len(plan['stages']), 'stage')}",
     ]
     if "checked" in found:
         before = f", it said {seconds(found['before_us'] / 1e6)}" if found["before_us"] > 0 else ""

@@ -10,7 +10,7 @@ from interlace.report import html
 from interlace.report.html import document, header, table, tile, tiles_section
 from interlace.report.set_page import presets, runs
 from interlace.report.timeline import Timeline, columns
-from interlace.report.units import bytes_text, count_text, percent_text, time_text
+from interlace.report.units import bytes_text, count_text, counted, percent_text, time_text
 
 
 def render_plan(plan: dict[str, Any], trace: str, told: tuple[list[str], list[Any]] = ([], [])) -> str:
@@ -21,7 +21,7 @@ def render_plan(plan: dict[str, Any], trace: str, told: tuple[list[str], list[An
         "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": plan["memory_limit"],
     }  # fmt: skip
     title = f"{plan['model']} on {plan['cluster']}"
-    what, double = f"{len(plan['stages'])} stage(s), 1F1B", "a pass to fill the view with it."
+    what, double = f"{counted(len(plan['stages']), 'stage')}, 1F1B", "a pass to fill the view with it."
     data["presets"] = presets(timeline)
     frame = html.timeline(what, "stage", double, tuple(data["presets"]))
     sections = [header(title, _notes(plan)), _tiles(plan, timeline), frame, _stages(plan)]
@@ -35,7 +35,7 @@ def render_plan(plan: dict[str, Any], trace: str, told: tuple[list[str], list[An
 def _notes(plan: dict[str, Any]) -> list[str]:
     return [
         f"{plan['global_batch']} samples of {plan['sequence']} tokens", plan["dtype"], f"space {plan['space']}",
-        f"{plan['accumulation']} micro-batches", "synthetic: an op is a whole pass of a stage",
+        counted(plan["accumulation"], "micro-batch"), "synthetic: an op is a whole pass of a stage",
     ]  # fmt: skip
 
 

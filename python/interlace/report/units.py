@@ -36,6 +36,11 @@ def percent_text(share: float, signed: bool = False) -> str:
     return f"{value:{'+' if signed else ''}.{digits}f}{SPACE}%".replace("-", "\N{MINUS SIGN}")
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 stage", "2 stages"."""
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
+
+
 def _digits(value: float) -> str:
     size = abs(value)
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"
