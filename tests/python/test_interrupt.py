@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import random
 import re
 import signal
@@ -101,6 +103,25 @@ cli.main()
 """.replace("{imported}", str("imported" in how))
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+def test_it_leaves_a_terminal_as_it_was() -> None:
+    ours, theirs = pty.openpty()
+    run = """
+import signal
+from interlace import cli
+from interlace.cli.console import Work
+with Work() as work:
+    work.update("tokenizing", 3, 10)
+    cli.end_at_once()
+    signal.raise_signal(signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", run], stderr=theirs, timeout=60, check=False, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    said = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert done.returncode == 130 and b"\x1b[?25l" in said  # hidden by the bar
+    assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l") and said.endswith(b"error: interrupted\r\n")
 
 
 def test_in_the_middle_of_training(folder: Path) -> None:  # noqa: F811

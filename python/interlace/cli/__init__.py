@@ -27,7 +27,8 @@ def end_at_once() -> None:
 
 def _end(number: int, frame: object) -> None:
     if "RANK" not in os.environ:  # of a rank its launcher tells
-        os.write(2, b"error: interrupted\n")
+        bar = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # a progress bar's line goes, the cursor that it hid comes back
+        os.write(2, bar + b"error: interrupted\n")
     os._exit(128 + number)
 
 
