@@ -3,25 +3,31 @@ the presets (src/cost/presets.cc), with the errors on runs that were left out of
 
     python bench/fit_presets.py --data ../shared/data
     python bench/fit_presets.py --data FOLDER --only h100-80gb
+    python bench/fit_presets.py --data FOLDER --two                  # what two runs tell of the others
 
 Tables: mosaicml_7b.csv (llm-foundry scripts/train/benchmarking, Apache-2.0: MPT-7B, FSDP, eager) and vtrain_single_fit.csv
 (github.com/VIA-Research/vTrain: Megatron on one node of A100-80GB). Model: `interlace plan`'s prediction of each run's layout.
 Constants are those of interlace.calibrate.fit; runs are left out in turn by sequence length (MPT-7B is one model) or by model, and by
 number of GPUs. What the presets say are these figures, rounded. "inside": how many of the runs that were left out lie in the 80 %
-interval that the other groups give, by hardware and in all; "error" is what the preset keeps.
+interval that the other groups give, by hardware and in all; "error" is what the preset keeps. "--two": a preset that knows nothing of
+whole steps (shares of 1, as an unknown machine has), calibrated on two runs, against the others of that machine, for many pairs.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import random
+import statistics
 import sys
 import time
 from pathlib import Path
 
+from interlace import _core
 from interlace.calibrate.crossed import left_out
 from interlace.calibrate.fit import CONSTANTS, fit
-from interlace.calibrate.predict import Predictor
+from interlace.calibrate.predict import Predictor, errors, with_constants
 from interlace.calibrate.runs import Run, read_runs
 from interlace.cli.calibrate import crossed, summary
 
@@ -37,11 +43,30 @@ def groups(data: Path, only: str) -> dict[tuple[str, str], list[Run]]:
     return out
 
 
+def two(gpu: str, stack: str, runs: list[Run], pairs: int = 30, others: int = 60) -> str:
+    text = with_constants(_core.preset_cluster(f"{gpu}-8"), stack, dict.fromkeys(("products", "attention", "memory"), 1.0))
+    predictor, choice = Predictor(text), random.Random(0)
+    every = list(itertools.combinations(range(len(runs)), 2))
+    ratios, before, after = [], [], []
+    for pair in choice.sample(every, min(pairs, len(every))):
+        found = fit([runs[i] for i in pair], predictor)
+        rest = [run for i, run in enumerate(runs) if i not in pair]
+        rest = choice.sample(rest, min(others, len(rest)))
+        was, now = (errors((predictor.predict(run, c)[0], run.step_us) for run in rest)[0] for c in (None, found.constants))
+        ratios.append(now / was), before.append(was), after.append(now)
+    was, now = (100 * statistics.median(each) for each in (before, after))
+    return (
+        f"{len(ratios)} pairs: mean error of the others {was:.1f} % before, {now:.1f} % after; "
+        f"{statistics.median(ratios):.2f} x in the middle, {max(ratios):.2f} x at worst; halved by {sum(r <= 0.5 for r in ratios)}"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     parser.add_argument("--data", type=Path, default=default, help="folder with the two tables")
     parser.add_argument("--only", default="", help="a GPU or a stack")
+    parser.add_argument("--two", action="store_true", help="calibrate on two runs, many times")
     parser.add_argument("--quick", action="store_true", help="without cross-validation")
     options = parser.parse_args()
     missing = [table for table in TABLES if not (options.data / table).exists()]
@@ -52,6 +77,9 @@ def main() -> int:
     inside: dict[str, list[bool]] = {}
     for (gpu, stack), runs in groups(options.data, options.only).items():
         begin = time.monotonic()
+        if options.two:
+            print(f"{gpu}, {stack}, {len(runs)} runs, {two(gpu, stack, runs)}", flush=True)
+            continue
         found = fit(runs, predictor)
         print(f"\n{gpu}, [step.{stack}], {len(runs)} runs")
         for name in CONSTANTS:
