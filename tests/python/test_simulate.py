@@ -299,7 +299,7 @@ def test_stages_of_a_mesh_are_simulated_together(cli, error, tmp_path):
     given = ("graph.il", "--mesh", "pp=2,dp=2", "--accumulation", "4", "--cluster", "local-4", "--stage-order", "1f1b")
     code, out, _ = cli(*given, "--json", "--trace", "t.json")
     assert code == 0
-    found, timeline = json.loads(out), runs((tmp_path / "t.json").read_text())
+    found, timeline = json.loads(out), runs(json.loads((tmp_path / "t.json").read_text())["traceEvents"])
     assert {"stage 0", "stage 1", "sends 0", "sends 1"} == set(timeline.lanes)
     wanted = {f"{turn} {micro_batch}" for turn in ("forward", "backward") for micro_batch in range(4)}
     for lane in ("stage 0", "stage 1"):
