@@ -92,7 +92,8 @@ def interrupt(folder: Path, name: str, moment: float, options: list[str], expect
         at = f"after step {steps[-1]}" if steps else "before a step"
         if "interrupted" not in err and process.returncode != -signal.SIGINT:
             wrong.append("no line says that it was interrupted")
-    starting = process.returncode == -signal.SIGINT and "interlace/" not in err  # the interpreter itself, before our first line
+    # The interpreter itself, before our first line: a traceback of its own, and nothing of ours.
+    starting = process.returncode == -signal.SIGINT and "KeyboardInterrupt" in err and "interlace/" not in err
     if process.returncode not in (0, 130) and not starting:
         wrong.append(f"exit status {process.returncode}: {err.strip()[-300:]}")
     if ("Traceback" in err and not starting) or re.search(r"rank \d+ failed", err):
