@@ -6,6 +6,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Half as many again as jobs, 8 at most: tests that start ranks wait much of the time.
 WORKERS ?= $(shell n=$$(($(JOBS) * 3 / 2)); echo $$((n < 8 ? n : 8)))
 FUZZ_SECONDS ?= 60
+CORE ?= core
 export PYTHON
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
@@ -28,7 +29,7 @@ build:  ## install what is missing and build the interlace command
 train: build  ## the main job: train a Llama on two ranks on this machine
 	@$(BIN)/interlace train --model llama-10m --ranks 2 --save runs/llama-10m $(ARGS)
 
-test: core-test  ## all tests
+test: $(CORE)-test  ## all tests; CORE=asan has those of the core rooms under sanitizers
 	@sh tools/setup/system.sh headers
 	@$(SETUP) test
 	@$(PY) -m pytest -m "not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,7 +204,7 @@ def deepspeed(settings: Settings, stage: int) -> Step:
 # ---- ours ----
 
 
-def interlace_step(settings: Settings, strategy: str, hybrid: bool = False) -> Step:
+def interlace_step(settings: Settings, strategy: str, hybrid: bool = False, regions: str = "off") -> Step:
     import interlace
 
     mesh = dict(zip(("replica", "dp"), hosts(), strict=True)) if hybrid else None
@@ -219,8 +220,11 @@ def interlace_step(settings: Settings, strategy: str, hybrid: bool = False) -> S
         adamw(model.parameters()),
         causal_loss,
         _whole(example),
-        interlace.Config(strategy=strategy, mesh=mesh, accumulation=settings.accumulation, accumulate_mode=mode, schedule=[]),
-    )
+        interlace.Config(
+            strategy=strategy, mesh=mesh, accumulation=settings.accumulation, accumulate_mode=mode, schedule=[], regions=regions,
+            regions_wait=regions != "off",
+        ),
+    )  # fmt: skip
     return lambda batches: trainer.step(_whole(batches)).item()
 
 
@@ -348,8 +352,15 @@ METHODS = {
             lambda s: interlace_step(s, "replicate"),
             ours=True,
         ),
+        *(
+            Method(
+                f"{strategy}-regions", f"interlace {strategy}, compiled regions", kind, "interlace",
+                partial(interlace_step, strategy=strategy, regions="on"), ours=True,
+            )
+            for strategy, kind in (("shard", "sharded"), ("zero1", "gathered"), ("replicate", "replicated"))
+        ),
     )
-}
+}  # fmt: skip
 
 
 def absent(method: Method) -> str | None:

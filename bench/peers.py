@@ -302,7 +302,7 @@ def chosen(only: str | None, hybrid: bool = False) -> list[Method]:
     """Methods by name, in the table's order; by default those of a mesh of two axes, or all others. Error: an unknown name (did you
     mean)."""
     if only is None:
-        return [m for m in METHODS.values() if (m.kind == "hybrid") == hybrid]
+        return [m for m in METHODS.values() if (m.kind == "hybrid") == hybrid and not m.name.endswith("-regions")]
     names = [name.strip() for name in only.split(",") if name.strip()]
     for name in names:
         if name not in METHODS:

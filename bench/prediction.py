@@ -206,8 +206,8 @@ def predict(record: dict[str, Any]) -> dict[str, Any]:
     return {
         **{key: record[key] for key in ("row", "model", "ranks", "mbit", "strategy", "accumulation")},
         "measured_ms": measured * 1e3, "q1_ms": low * 1e3, "q3_ms": high * 1e3, "predicted_ms": predicted * 1e3,
-        "error": predicted / measured - 1, "peak_bytes": record["peak_bytes"], "predicted_peak_bytes": simulation.peak_bytes,
-        "others": record["others"], "memory_error": simulation.peak_bytes / record["peak_bytes"] - 1, "tensor": "mesh" in record,
+        "error": predicted / measured - 1, "peak_bytes": record["peak_bytes"], "predicted_peak_bytes": simulation.taken_bytes,
+        "others": record["others"], "memory_error": simulation.taken_bytes / record["peak_bytes"] - 1, "tensor": "mesh" in record,
     }  # fmt: skip
 
 

@@ -162,6 +162,7 @@ void AddSimulation(py::module_& m) {
           "lower_bound_us",
           [](const PySimulation& s) { return static_cast<double>(s.simulation.lower_bound_ps()) / 1e6; })
       .def_property_readonly("peak_bytes", [](const PySimulation& s) { return s.simulation.memory.peak.bytes; })
+      .def_property_readonly("taken_bytes", [](const PySimulation& s) { return s.simulation.memory.taken_bytes; })
       .def(
           "json", [](const PySimulation& s) { return SimulationJson(s.simulation); }, Unlocked())
       .def(

@@ -65,8 +65,7 @@ Result<int64_t> PlacedBytesOf(const Program& program, const PassCosts& costs, in
   if (!costs.cluster.cpu) return live_bytes;
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
   INTERLACE_ASSIGN(const Lowered lowered, Lower(program, model));
-  const Result<int64_t> placed = PlacedBytes(lowered);
-  return placed.ok() ? std::max(*placed, live_bytes) : live_bytes;  // without a plan there is no arena
+  return TakenBytes(lowered, live_bytes);
 }
 
 Result<int64_t> LowerBoundPs(const Program& program, const PassCosts& costs) {

@@ -14,13 +14,12 @@
 #include <vector>
 
 #include "base/clones.h"
+#include "runtime/kernel_loops.h"
 #include "runtime/kernels_aten.h"
 
 namespace interlace {
 
 namespace {
-
-constexpr int64_t kGrain = int64_t{32} * 1024;  // elements a thread takes at least
 
 inline float Sqrt(float x) {
   return __builtin_sqrtf(x);
@@ -80,11 +79,6 @@ template <typename T>
   } else {
     small ? AdamLoop<T, false, true>(w, g, m, v, c, n) : AdamLoop<T, false, false>(w, g, m, v, c, n);
   }
-}
-
-template <typename From, typename To>
-[[gnu::always_inline]] inline void Convert(const From* __restrict from, To* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
 }
 
 // 16-bit elements go through float32 in pieces that stay in the first-level cache.

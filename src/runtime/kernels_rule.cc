@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/clones.h"
+#include "runtime/kernel_loops.h"
 #include "runtime/kernels_aten.h"
 #include "runtime/rule_passes.h"
 
@@ -24,8 +25,7 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t kGrain = int64_t{32} * 1024;  // elements a thread takes at least
-constexpr int64_t kPiece = 256;                 // elements of each operand at a time
+constexpr int64_t kRulePiece = 256;  // elements of each operand at a time
 
 struct RulePlan {
   const RuleForm* form;
@@ -282,23 +282,18 @@ constexpr auto MomentsOf = &MomentsF32;
 template <>
 constexpr auto MomentsOf<double> = &MomentsF64;
 
-template <typename From, typename To>
-[[gnu::always_inline]] inline void Convert(const From* __restrict from, To* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
-}
-
 template <typename T>
 [[gnu::always_inline]] inline void RunSpan(const RulePlan& plan, int64_t begin, int64_t end) {
   using Math = MathOf<T>;
   constexpr bool kWiden = sizeof(T) == 2;
-  alignas(64) Math scratch[kMaxRuleRegisters][kPiece];
+  alignas(64) Math scratch[kMaxRuleRegisters][kRulePiece];
   Math numbers[kMaxRuleNumbers];
   for (int i = 0; i < plan.form->numbers; ++i) numbers[i] = static_cast<Math>(plan.numbers[i]);
   const Math scale = static_cast<Math>(plan.grad_scale);
   Math* registers[kMaxRuleRegisters];
   for (int r = 0; r < plan.form->registers; ++r) registers[r] = scratch[r];
-  for (; begin < end; begin += kPiece) {
-    const int64_t n = std::min(kPiece, end - begin);
+  for (; begin < end; begin += kRulePiece) {
+    const int64_t n = std::min(kRulePiece, end - begin);
     for (int f = 0; f < plan.count; ++f) {
       T* const flat = reinterpret_cast<T*>(plan.flats[f]) + begin;
       if constexpr (kWiden) {

@@ -141,7 +141,8 @@ Result<Lowered> Lower(const Program& program, CostModel& model, const KnownOps& 
     }
   }
   if (out.run.empty()) return MakeError("the program has no phase that a step runs");
-  if (model.cluster().cpu) out.receive_bytes = ReceiveBytesAtOps(program, out.phases);
+  out.cpu = model.cluster().cpu;
+  if (out.cpu) out.receive_bytes = ReceiveBytesAtOps(program, out.phases);
   return out;
 }
 

@@ -37,6 +37,7 @@ struct Lowered {
   std::vector<int64_t> first;               // instance number of its first op; one more entry at the end
   std::vector<OpCost> costs;
   std::vector<std::vector<int32_t>> peers;  // by index along a message's axis: the index of the other rank
+  bool cpu = false;                         // of the cluster
   // By distinct phase and place: what reductions under way receive into while the op runs (cpu), or empty:
   // receive_buffers.h
   std::vector<std::vector<int64_t>> receive_bytes;

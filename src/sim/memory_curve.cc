@@ -107,6 +107,8 @@ Result<int64_t> PeakBytes(const Lowered& lowered) {
   return peak;
 }
 
+namespace {
+
 Result<int64_t> PlacedBytes(const Lowered& lowered) {
   const Program& program = *lowered.program;
   Binding ranks;  // any rank: all have the same sizes
@@ -131,6 +133,14 @@ Result<int64_t> PlacedBytes(const Lowered& lowered) {
   INTERLACE_ASSIGN(int64_t bytes, PersistentBytes(program, ComputeResidency(program)));
   INTERLACE_TRY(AddBytes(bytes, taken));
   return bytes;
+}
+
+}  // namespace
+
+int64_t TakenBytes(const Lowered& lowered, int64_t live_bytes) {
+  if (!lowered.cpu) return live_bytes;
+  const Result<int64_t> placed = PlacedBytes(lowered);
+  return placed.ok() ? std::max(*placed, live_bytes) : live_bytes;
 }
 
 Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {

@@ -62,6 +62,7 @@ struct MemoryCurve {
     return at_op[lowered.run[run]][place] + (through.empty() ? 0 : through[run]);
   }
   MemoryPeak peak;
+  int64_t taken_bytes = 0;            // TakenBytes of the peak
   std::vector<MemoryHolder> holders;  // what lives at the peak, largest first
   // The ops that need most, by distinct place, largest first; at most 10.
   std::vector<MemoryPeak> top;
@@ -72,11 +73,11 @@ Result<MemoryCurve> ComputeMemory(const Lowered& program);
 
 // Only MemoryCurve::peak.bytes, sooner.
 Result<int64_t> PeakBytes(const Lowered& program);
-// What a rank takes on CPUs, where all that comes and goes has a place (ir/memory_plan.h): what is persistent and
-// MemoryPlan::taken_bytes, which packing, alignment and whole pages put above the sum of what lives. The first steps
-// are planned without knowing what kernels take inside, so it is the larger of that plan and the one with it. Error: as
-// PlanMemory, where the runtime has no arena.
-Result<int64_t> PlacedBytes(const Lowered& program);
+// What a rank takes, of which `live_bytes` live at once. On CPUs all that comes and goes has a place (ir/memory_plan.h):
+// what is persistent and MemoryPlan::taken_bytes, which packing, alignment and whole pages put above the sum of what
+// lives. The first steps are planned without knowing what kernels take inside, so it is the larger of that plan and the
+// one with it. Elsewhere, and of a program without a plan, which has no arena: `live_bytes`.
+int64_t TakenBytes(const Lowered& program, int64_t live_bytes);
 
 // What is allocated for the whole step: each begins at 0 and does not end. Storages are numbered from 0.
 Result<std::vector<MemoryEvent>> PersistentEvents(const Lowered& program, int32_t rank);

@@ -63,8 +63,9 @@ std::string SetSimulationJson(const SetSimulation& s) {
     w.Field("optimizer_us", Microseconds(use.optimizer_ps)).Key("bubble_us").BeginObject();
     for (const Cause& cause : kCauses) w.Field(cause.name, Microseconds(use.*cause.time));
     w.EndObject().Field("bubble", Percent(use.Bubble(), s.makespan_ps()) / 100);
-    w.Field("peak_bytes", memory.peak.bytes).Field("persistent_bytes", memory.persistent_bytes);
-    w.Field("input_bytes", memory.input_bytes).Field("fits", memory.peak.bytes <= s.cluster.MemoryLimitBytes());
+    w.Field("peak_bytes", memory.peak.bytes).Field("taken_bytes", memory.taken_bytes);
+    w.Field("persistent_bytes", memory.persistent_bytes);
+    w.Field("input_bytes", memory.input_bytes).Field("fits", memory.taken_bytes <= s.cluster.MemoryLimitBytes());
     w.EndObject();
   }
   w.EndArray().Field("limit_bytes", s.cluster.MemoryLimitBytes()).Key("critical_path").BeginArray();
@@ -96,7 +97,7 @@ std::string SetSimulationSummary(const SetSimulation& s) {
   for (size_t stage = 0; stage < s.stages.size(); ++stage) {
     const StageUse& use = s.use[stage];
     const auto share = [&](int64_t time) { return Percent(time, s.makespan_ps()); };
-    const int64_t peak = s.memory[stage].peak.bytes;
+    const int64_t peak = s.memory[stage].taken_bytes;
     AddLine(out, "%5zu %6.1f %% %7.1f %% %5.1f %% %5.1f %% %5.1f %% %5.1f %% %7.1f %% %5.1f %%   %s%s", stage,
             share(use.compute_ps), share(use.optimizer_ps), share(use.before_ps), share(use.behind_ps),
             share(use.fill_ps), share(use.drain_ps), share(use.transfers_ps), share(use.launch_ps),

@@ -132,6 +132,7 @@ Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, 
   s.bounds = LowerBounds(s.input, model);
   s.path = CriticalPath(s.input, s.output);
   INTERLACE_ASSIGN(s.memory, ComputeMemory(*s.lowered));
+  s.memory.taken_bytes = TakenBytes(*s.lowered, s.memory.peak.bytes);
   return s;
 }
 

@@ -118,6 +118,7 @@ Result<SetSimulation> SetModel::Simulate() const {
     out.stages.push_back(std::make_unique<Lowered>(lowered_[s]));
     stages.push_back(out.stages.back().get());
     INTERLACE_ASSIGN(MemoryCurve memory, ComputeMemory(*stages.back()));
+    memory.taken_bytes = TakenBytes(*stages.back(), memory.peak.bytes);
     out.memory.push_back(std::move(memory));
     out.coverage.ops += models_[s].coverage().ops;
     out.coverage.measured += models_[s].coverage().measured;

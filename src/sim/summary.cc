@@ -106,9 +106,10 @@ std::string SimulationJson(const Simulation& s) {
   }
   w.EndArray();
   const MemoryCurve& m = s.memory;
-  w.Key("memory").BeginObject().Field("peak_bytes", m.peak.bytes).Field("persistent_bytes", m.persistent_bytes);
-  w.Field("input_bytes", m.input_bytes).Field("limit_bytes", s.cluster.MemoryLimitBytes());
-  w.Field("fits", m.peak.bytes <= s.cluster.MemoryLimitBytes()).Key("top_ops").BeginArray();
+  w.Key("memory").BeginObject().Field("peak_bytes", m.peak.bytes).Field("taken_bytes", m.taken_bytes);
+  w.Field("persistent_bytes", m.persistent_bytes).Field("input_bytes", m.input_bytes);
+  w.Field("limit_bytes", s.cluster.MemoryLimitBytes());
+  w.Field("fits", m.taken_bytes <= s.cluster.MemoryLimitBytes()).Key("top_ops").BeginArray();
   for (const MemoryPeak& peak : m.top) {
     const Op& op = program.op(peak.op);
     w.BeginObject().Field("bytes", peak.bytes).Field("phase", lowered.phases[lowered.run[peak.run_index]]->name);
@@ -170,8 +171,9 @@ std::string SimulationSummary(const Simulation& s) {
   }
   const MemoryCurve& m = s.memory;
   int64_t limit = s.cluster.MemoryLimitBytes();
-  AddLine(out, "memory        peak %s of %s%s; %s persistent; inputs %s apart", BytesInWords(m.peak.bytes).c_str(),
-          BytesInWords(limit).c_str(), m.peak.bytes > limit ? " (DOES NOT FIT)" : "",
+  const std::string placed = m.taken_bytes > m.peak.bytes ? ", in its places " + BytesInWords(m.taken_bytes) + "," : "";
+  AddLine(out, "memory        peak %s%s of %s%s; %s persistent; inputs %s apart", BytesInWords(m.peak.bytes).c_str(),
+          placed.c_str(), BytesInWords(limit).c_str(), m.taken_bytes > limit ? " (DOES NOT FIT)" : "",
           BytesInWords(m.persistent_bytes).c_str(), BytesInWords(m.input_bytes).c_str());
   if (m.peak.place >= 0) {
     const Op& op = program.op(m.peak.op);

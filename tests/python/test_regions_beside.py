@@ -38,6 +38,16 @@ def unsaid() -> Iterator[None]:
     library._compiler.cache_clear()
 
 
+def perceptron() -> torch.nn.Module:
+    """The fewest regions that there are to compile."""
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(192, 32), torch.nn.LayerNorm(32), torch.nn.SiLU(), torch.nn.Linear(32, 5)
+    )  # fmt: skip
+
+
+CASES = zoo.CASES | {"perceptron": zoo.Case(perceptron, zoo.images, zoo.class_loss)}
+
+
 def until(done: Callable[[], Any]) -> Any:
     end = time.monotonic() + PATIENCE_S
     while not (found := done()):
@@ -55,12 +65,12 @@ def alive(pid: int) -> bool:
 
 def trainer_of(case: str, cache: str, **config: Any) -> tuple[interlace.Trainer, Any]:
     torch.manual_seed(0)
-    model = zoo.build(case, torch.float32)
+    model = CASES[case].build()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    batch = zoo.CASES[case].batch(2, 1 + rank)
+    batch = CASES[case].batch(2, 1 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     settings = interlace.Config(cache=cache, **{"schedule": [], "regions": "on", **config})
-    return interlace.compile(model, optimizer, zoo.CASES[case].loss, batch, settings), batch
+    return interlace.compile(model, optimizer, CASES[case].loss, batch, settings), batch
 
 
 def until_swapped(case: str, cache: str, folder: str, after: int = 3) -> dict[str, Any]:
@@ -120,14 +130,14 @@ def test_bodies_run_until_all_ranks_have_the_kernels(tmp_path: Path, world: int,
 
 def test_a_resume_compares_the_kernels_when_they_are_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = str(tmp_path / "cache")
-    until_swapped("vit", cache, str(tmp_path))
+    until_swapped("perceptron", cache, str(tmp_path))
     for folder, cache_, words in (
         ("last", cache, []),
         ("first", cache, ["no compiled regions, this run has regions"]),
         ("last", str(tmp_path / "other"), ["goes on with other bits until they are compiled"]),
     ):
         caplog.clear()
-        trainer, batch = trainer_of("vit", cache_)
+        trainer, batch = trainer_of("perceptron", cache_)
         trainer.load(tmp_path / folder)
         for word in words:
             assert word in caplog.text
@@ -152,14 +162,14 @@ def test_without_a_compiler_training_goes_on(
     monkeypatch.setattr(library, "COMPILE_LIMIT_S", 1.0)
     cache = tmp_path / "cache"
     with inductor.patch({"cpp.cxx": script(tmp_path / "cc", compiler)}):
-        trainer, batch = trainer_of("vit", str(cache))
+        trainer, batch = trainer_of("perceptron", str(cache))
         losses = [trainer.step(batch).item()]
         until(lambda: losses.append(trainer.step(batch).item()) or trainer.settled)
         losses += [trainer.step(batch).item() for _ in range(3)]
         assert trainer.stats()["regions"]["compiled"] == trainer.swaps == 0
         trainer.close()
     assert caplog.text.count(f"regions are not compiled, their bodies run op by op: {reason}") == 1
-    assert losses == steps("vit", str(cache), len(losses), regions="off")["losses"]
+    assert losses == steps("perceptron", str(cache), len(losses), regions="off")["losses"]
     assert not list((cache / "regions").glob("*.so"))
     if how == "hangs":
         assert not alive(int(file.read_text()))
@@ -182,7 +192,7 @@ def lacking(case: str, folder: str, count: int) -> dict[str, Any]:
 
 
 def test_what_one_rank_cannot_compile_none_uses(tmp_path: Path) -> None:
-    first, second = ranks.run(lacking, 2, "vit", str(tmp_path), 0)
+    first, second = ranks.run(lacking, 2, "perceptron", str(tmp_path), 0)
     assert first == second and first["swaps"] == first["compiled"] == 0
 
 
@@ -200,7 +210,7 @@ def waited_for(case: str, folder: str) -> dict[str, Any]:
 
 
 def test_a_rank_that_compiles_for_longer_than_the_timeout_is_not_lost(tmp_path: Path) -> None:
-    first, second = ranks.run(waited_for, 2, "vit", str(tmp_path))
+    first, second = ranks.run(waited_for, 2, "perceptron", str(tmp_path))
     assert first["compiled"] == second["compiled"] == 0  # the compilers differ
     assert first["loss"] > 0 and second["loss"] > 0
 
@@ -252,7 +262,7 @@ def test_closing_and_forgetting_end_it(tmp_path: Path) -> None:
     for number, end in enumerate((lambda trainer: trainer.close(), lambda trainer: trainer._run.peers.fail(ValueError("x")))):
         file = tmp_path / f"pid{number}"
         with inductor.patch({"cpp.cxx": script(tmp_path / "cc", HANGS.format(file=file))}):
-            trainer, batch = trainer_of("vit", str(tmp_path / f"cache{number}"))
+            trainer, batch = trainer_of("perceptron", str(tmp_path / f"cache{number}"))
             pid = int(until(lambda file=file: file.is_file() and file.read_text().strip()))
             assert torch.isfinite(trainer.step(batch))
             end(trainer)

@@ -65,7 +65,7 @@ def test_page_has_the_numbers_of_the_simulation():
     text = visible(render(report))
     last = facts["per_rank"][0]
     expected = [time_text(facts["step_us"]), time_text(facts["lower_bound_us"]), percent_text(facts["gap"]),
-                bytes_text(facts["memory"]["peak_bytes"]), time_text(sum(lane["exposed_us"] for lane in last["lanes"]))]  # fmt: skip
+                bytes_text(facts["memory"]["taken_bytes"]), time_text(sum(lane["exposed_us"] for lane in last["lanes"]))]  # fmt: skip
     expected += [time_text(lane["busy_us"]) for lane in last["lanes"]]
     expected += [time_text(bound["us"]) for bound in facts["bounds"]]
     expected += [time_text(entry["us"]) for entry in facts["critical_path"]]

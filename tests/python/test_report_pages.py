@@ -124,7 +124,7 @@ def test_stages_have_their_memory_and_ranks(cli, tmp_path):  # noqa: F811
     rows = re.search(r'<table id="memory-by-stage">.*?<tbody>(.*?)</tbody>', page, flags=re.S)[1].split("</tr>")[:-1]
     assert len(rows) == 2 and "<td>0, 1</td>" in rows[0] and "<td>2, 3</td>" in rows[1]
     for stage, row in zip(json.loads(out)["stages"], rows, strict=True):
-        assert bytes_text(stage["peak_bytes"]) in row
+        assert bytes_text(stage["taken_bytes"]) in row
     assert next(iter(data_of(page)["presets"])) == "Start" and "--accumulation 4" in err, "the hint repeats all that was given"
 
 

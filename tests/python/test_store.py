@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ranks
 import torch.distributed as dist
 
 from interlace.dist import rendezvous, secret, store
@@ -259,3 +264,32 @@ def test_faults_by_seed(server: StoreServer, monkeypatch: pytest.MonkeyPatch) ->
 def test_many_faults_by_seed(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MESSAGE_S", 0.3)
     assert sum(run_faulty(server, seed, monkeypatch) for seed in range(1000, 6000)) > 2500
+
+
+LAST_WORD = """
+import os, sys, time, torch
+from interlace.dist.peers import Peers
+
+peers = Peers(torch.device("cpu"), 60.0)
+if peers.rank == 1:  # it looks for the others' values when they have long been there
+    read = peers._get
+    peers._get = lambda *words: time.sleep(0.7) or read(*words)
+print(peers.exchange("the last word", peers.rank))
+"""
+
+
+@pytest.mark.parametrize("secret", [None, "of this run and of no other"])
+def test_rank_0_does_not_take_the_store_away_from_who_still_reads(tmp_path: Path, secret: str | None) -> None:
+    """Ranks that Slurm or a shell has started: rank 0 holds the store."""
+    script = tmp_path / "ranks.py"
+    script.write_text(LAST_WORD)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("INTERLACE_S", "TORCHELASTIC"))}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
+    env |= {"INTERLACE_SECRET": secret} if secret else {}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([sys.executable, script], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, **pipes) for r in range(2)
+    ]  # fmt: skip
+    for process in started:
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (0, "[0, 1]\n"), err

@@ -63,11 +63,11 @@ def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any
         return None
     if len(programs) == 1:
         one = _core.Simulation(programs[0], cluster, profile=profile)
-        return {"step_us": one.step_us, "peak_bytes": [one.peak_bytes]}
+        return {"step_us": one.step_us, "peak_bytes": [one.taken_bytes]}
     made = _core.ProgramSet("pp", programs)
     made.check()
     facts = json.loads(_core.simulate_set(made, cluster, profile=profile))
-    return {"step_us": facts["step_us"], "peak_bytes": [stage["peak_bytes"] for stage in facts["stages"]]}
+    return {"step_us": facts["step_us"], "peak_bytes": [stage["taken_bytes"] for stage in facts["stages"]]}
 
 
 def programs_of(plan: dict[str, Any]) -> list[Any] | None:

@@ -216,7 +216,7 @@ class Planner:
         simulation = _core.Simulation(
             _core.Program.parse(text, "program"), cluster, profile=self.profile, foreign=self.config.profile != "auto"
         )
-        return Prediction(simulation.step_us, simulation.peak_bytes)
+        return Prediction(simulation.step_us, simulation.taken_bytes)
 
     def _limit(self, limit: int | None) -> int | None:
         return min((n for n in (limit, self.config.memory_limit_bytes) if n is not None), default=None)

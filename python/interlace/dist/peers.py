@@ -29,7 +29,7 @@ import torch.distributed as dist
 from interlace.errors import InterlaceError
 from interlace.dist.groups import Groups, native_backend
 from interlace.dist.places import Places
-from interlace.dist.rendezvous import meet, presence
+from interlace.dist.rendezvous import leave_last, meet, presence
 from interlace.dist.secret import ENCRYPT, MESH_KEY, encrypts
 from interlace.dist.store import SecretStore, StoreError
 
@@ -80,6 +80,7 @@ class Peers:
                 raise InterlaceError(f"{ENCRYPT}=1: the process group has no secret; leave init_process_group to interlace.compile")
             store = dist.distributed_c10d._get_default_store()
             self._presence = presence()
+            leave_last(store, self.rank, self.size)
             # Every rank makes its trainers in the same order, so its own count names the trainer.
             count = store.add(f"interlace/trainers/{self.rank}", 1)
             self._store = dist.PrefixStore(f"interlace/{count}", store)

@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
 import select
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +31,9 @@ NO_SECRET = (
     f"{secrets.ENCRYPT}=1 needs a secret that all ranks have and nobody else: (umask 077; openssl rand -hex 32 >~/run.secret), on "
     f"each host, and start every rank with {secrets.FILE}=~/run.secret"
 )
+_STAY_S = 3.0
 _held: list[Any] = []  # torch keeps only the C++ half of a store
+_last: list[Any] = []  # what _leave takes, of the group that was made last
 _connections: list[tuple[int, int]] = []  # descriptor and number of gloo's sockets
 
 
@@ -88,6 +92,28 @@ def place_of_store() -> tuple[str, int]:
 def presence() -> SecretStore | None:
     """The store that knows which ranks are there, in a run that has a secret."""
     return next((held for held in reversed(_held) if isinstance(held, SecretStore)), None)
+
+
+def leave_last(store: Any, rank: int, size: int) -> None:
+    """At the end of this process: rank 0, if the store lives in it, stays until the others have left, for three seconds at most. One of
+    them may still be reading what all have agreed on, or why rank 0 has failed."""
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or isinstance(inner, dist.FileStore):
+        return
+    if not _last:
+        atexit.register(_leave)
+    _last[:] = [store, rank, size]
+
+
+def _leave() -> None:
+    store, rank, size = _last
+    with contextlib.suppress(Exception):  # the store has gone, with who held it
+        store.set(f"interlace/left/{rank}", b"")
+        end = time.monotonic() + _STAY_S
+        while rank == 0 and not store.check([f"interlace/left/{r}" for r in range(size)]) and time.monotonic() < end:
+            time.sleep(0.005)
 
 
 def _has_loopback() -> bool:

@@ -44,7 +44,7 @@ def side_of_report(name: str, report: Report) -> Side:
     figures = {
         "Step time": (found["step_us"], "us"), "Compute": (last["compute_us"], "us"), "Waits of compute": (last["blocked_us"], "us"),
         "Exposed communication": (sum(lane["exposed_us"] for lane in last["lanes"]), "us"),
-        "Lower bound": (found["lower_bound_us"], "us"), "Peak memory": (found["memory"]["peak_bytes"], "bytes"),
+        "Lower bound": (found["lower_bound_us"], "us"), "Peak memory": (found["memory"]["taken_bytes"], "bytes"),
         "Lasting memory": (found["memory"]["persistent_bytes"], "bytes"),
     }  # fmt: skip
     if summary["tokens_per_s"] is not None:
@@ -64,11 +64,11 @@ def side_of_set(name: str, found: dict[str, Any], trace: str, words: dict[str, s
     stages = found["stages"]
     figures = {
         "Step time": (found["step_us"], "us"), "Bubbles, all stages": (sum(sum(s["bubble_us"].values()) for s in stages), "us"),
-        "Peak memory": (max(s["peak_bytes"] for s in stages), "bytes"),
+        "Peak memory": (max(s["taken_bytes"] for s in stages), "bytes"),
     }  # fmt: skip
     for cause, said in CAUSES.items():
         figures[f"Bubbles: {said}"] = (sum(s["bubble_us"].get(cause, 0) for s in stages), "us")
-    memory = {f"stage {i}": float(s["peak_bytes"]) for i, s in enumerate(stages)}
+    memory = {f"stage {i}": float(s["taken_bytes"]) for i, s in enumerate(stages)}
     return Side(name, figures, {}, memory, words, runs(json.loads(trace)["traceEvents"]), estimated=not found["profile"]["fingerprint"])
 
 

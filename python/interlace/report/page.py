@@ -62,10 +62,10 @@ def _tiles(report: Report) -> str:
         note = f"{summary['tokens_per_step']:,} tokens a step, all ranks"
         tiles.append(tile("Tokens per second", count_text(summary["tokens_per_s"]), note))
     memory = forecast["memory"]
-    share = memory["peak_bytes"] / memory["limit_bytes"] if memory["limit_bytes"] > 0 else 0
+    share = memory["taken_bytes"] / memory["limit_bytes"] if memory["limit_bytes"] > 0 else 0
     fits = f"{percent_text(share)} of {bytes_text(memory['limit_bytes'])}" if share <= 1 else "does not fit"
     note = fits if share <= 1 else f"does not fit: the device has {bytes_text(memory['limit_bytes'])}"
-    tiles.append(tile("Peak memory", bytes_text(memory["peak_bytes"]), note, "bad" if share > 1 else ""))
+    tiles.append(tile("Peak memory", bytes_text(memory["taken_bytes"]), note, "bad" if share > 1 else ""))
     bound = forecast["bounds"][0]
     note = f"{bound['name']}; the step is {percent_text(forecast['gap'])} above it"
     tiles.append(tile("Lower bound", time_text(bound["us"]), note))

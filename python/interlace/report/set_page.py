@@ -133,10 +133,10 @@ def _ranks_text(ranks: list[int]) -> str:
 
 def _memory(found: dict[str, Any], ranks: list[list[int]]) -> str:
     stages, limit = found["stages"], found["limit_bytes"]
-    most = max(stage["peak_bytes"] for stage in stages) or 1
+    most = max(stage["taken_bytes"] for stage in stages) or 1
     rows = []
     for i, stage in enumerate(stages):
-        peak, lasting = stage["peak_bytes"], stage["persistent_bytes"]
+        peak, lasting = stage["taken_bytes"], stage["persistent_bytes"]
         bars = "".join(f'<span class="k-{kind}" style="width:{100 * size / most:.2f}%"></span>'
                        for kind, size in (("parameters", lasting), ("activations", peak - lasting)))  # fmt: skip
         over = "" if stage["fits"] else "<small>does not fit</small>"
@@ -158,7 +158,7 @@ def _tiles(found: dict[str, Any]) -> str:
     stages, step = found["stages"], found["step_us"]
     whole = sum(map(_bubble, stages)) / (step * len(stages))
     worst = max(stages, key=_bubble)
-    peak, limit = max(stage["peak_bytes"] for stage in stages), found["limit_bytes"]
+    peak, limit = max(stage["taken_bytes"] for stage in stages), found["limit_bytes"]
     over = peak > limit
     return tiles_section([
         tile("Step time", time_text(step), f"on {found['ranks']} ranks of {found['cluster']}"),
@@ -171,7 +171,7 @@ def _stages(found: dict[str, Any]) -> str:
     step, causes = found["step_us"], [c for c in CAUSES if any(s["bubble_us"].get(c) for s in found["stages"])]
     rows = [
         [str(i), percent_text(stage["compute_us"] / step), percent_text(stage["optimizer_us"] / step),
-         *(percent_text(stage["bubble_us"][cause] / step) for cause in causes), bytes_text(stage["peak_bytes"])]
+         *(percent_text(stage["bubble_us"][cause] / step) for cause in causes), bytes_text(stage["taken_bytes"])]
         for i, stage in enumerate(found["stages"])
     ]  # fmt: skip
     head = ["stage", "compute", "optimizer", *(CAUSES[cause] for cause in causes), "peak"]
