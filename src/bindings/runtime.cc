@@ -41,9 +41,8 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
     static const std::vector<std::string_view> known = {
-        "rng",  "seed",  "debug",          "skip_nonfinite", "trace_memory", "opaque",
-        "tier", "arena", "tier_bandwidth", "captured_here",  "regions",      "region_keys",
-        "say",  "cubins"};
+        "rng",   "seed",           "debug",         "skip_nonfinite", "trace_memory", "opaque", "tier",
+        "arena", "tier_bandwidth", "captured_here", "regions",        "region_keys",  "say",    "cubins"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }

@@ -113,14 +113,15 @@ void BindMeasure(py::module_& m) {
       .def_property_readonly("direct", [](const Tier& t) { return t.stats().direct; });
 
   py::class_<Cubins, std::shared_ptr<Cubins>>(m, "Cubins")
-      .def(py::init([](const std::string& target, const std::string& device, const py::list& regions) {
-             std::vector<CubinRegion> found;
-             for (const py::handle& region : regions) found.push_back(CubinRegionOf(region));
-             const py::gil_scoped_release released;
-             return std::const_pointer_cast<Cubins>(Unwrap(Cubins::Load(target, c10::Device(device), std::move(found))));
-           }),
-           py::arg("target"), py::arg("device"), py::arg("regions"),
-           "Compiled regions (regions/cuda.py) on a device; loaded until the process ends.")
+      .def(
+          py::init([](const std::string& target, const std::string& device, const py::list& regions) {
+            std::vector<CubinRegion> found;
+            for (const py::handle& region : regions) found.push_back(CubinRegionOf(region));
+            const py::gil_scoped_release released;
+            return std::const_pointer_cast<Cubins>(Unwrap(Cubins::Load(target, c10::Device(device), std::move(found))));
+          }),
+          py::arg("target"), py::arg("device"), py::arg("regions"),
+          "Compiled regions (regions/cuda.py) on a device; loaded until the process ends.")
       .def("refused", &Cubins::Refused, "By region: why the driver does not take it.")
       .def(
           "launch",
@@ -134,7 +135,8 @@ void BindMeasure(py::module_& m) {
             Unwrap(c.Launch(*region, addresses, stream ? reinterpret_cast<void*>(*stream) : Unwrap(c.CurrentStream())));
           },
           py::arg("key"), py::arg("pointers"), py::arg("stream") = py::none(), no_gil,
-          "A region's kernels, on addresses of operands, results and workspace; stream: a handle, else the current one.");
+          "A region's kernels, on addresses of operands, results and workspace; stream: a handle, else the current "
+          "one.");
 }
 
 }  // namespace interlace

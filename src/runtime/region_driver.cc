@@ -13,7 +13,7 @@ namespace interlace {
 
 namespace {
 
-constexpr uintptr_t kAlignment = 16;           // ALIGNED in python/interlace/regions/cuda.py
+constexpr uintptr_t kAlignment = 16;              // ALIGNED in python/interlace/regions/cuda.py
 constexpr uint32_t kPlainSharedBytes = 48 << 10;  // of a block; a kernel that wants more says so beforehand
 
 // Older versions of torch have no such method.
@@ -34,8 +34,8 @@ Result<std::shared_ptr<const Cubins>> Cubins::Load(std::string_view target, c10:
   INTERLACE_ASSIGN(const CudaDriver driver, CudaDriver::Open());
   int ordinal = 0, major = 0, minor = 0;
   INTERLACE_TRY(driver.Check(driver.cuDeviceGet(&ordinal, device.index()), "cuDeviceGet"));
-  for (const auto& [attribute, value] : {std::pair(CudaDriver::kComputeCapabilityMajor, &major),
-                                         std::pair(CudaDriver::kComputeCapabilityMinor, &minor)})
+  for (const auto& [attribute, value] :
+       {std::pair(CudaDriver::kComputeCapabilityMajor, &major), std::pair(CudaDriver::kComputeCapabilityMinor, &minor)})
     INTERLACE_TRY(driver.Check(driver.cuDeviceGetAttribute(value, attribute, ordinal), "cuDeviceGetAttribute"));
   const std::string here = "sm_" + std::to_string(10 * major + minor);
   if (target != here) return MakeError("kernels are for ", target, ", and ", device.str(), " is ", here);
@@ -109,7 +109,7 @@ Status Cubins::Launch(const CubinRegion& region, const std::vector<void*>& point
   if (current != context_) INTERLACE_TRY(driver_.Check(driver_.cuCtxSetCurrent(context_), "cuCtxSetCurrent"));
   for (size_t i = 0; i < region.functions.size(); ++i) {
     const CubinKernel& kernel = region.kernels[i];
-    // The driver reads as many bytes of each as the kernel declares, the first ones: machines of CUDA are little-endian.
+    // The driver reads the first bytes of each, as many as the kernel declares: these machines are little-endian.
     c10::SmallVector<uint64_t, 32> values;
     c10::SmallVector<void*, 32> parameters;
     for (const auto& [pointer, value] : kernel.parameters) {

@@ -1,5 +1,5 @@
-// region_driver.h — compiled regions on a CUDA device: cubins loaded and launched through the driver (cuda_driver.h), as
-// the manifest beside them says (python/interlace/regions/cuda.py, which reads it).
+// region_driver.h — compiled regions on a CUDA device: cubins loaded and launched through the driver (cuda_driver.h),
+// as the manifest beside them says (python/interlace/regions/cuda.py, which reads it).
 //
 //   regions ──Load──► modules, functions ──Launch(region, pointers, stream)──► its kernels, in their order, on the stream
 //
@@ -32,19 +32,19 @@ struct CubinKernel {
 };
 
 struct CubinRegion {
-  std::string key;                      // the first 16 digits of the func's
-  int64_t operands = 0, results = 0;    // its pointers: these, and the workspace
-  int64_t workspace = 0;                // bytes
-  std::vector<CubinKernel> kernels;     // in the order of their launches
-  std::vector<void*> functions = {};    // of the kernels, when they are loaded
-  std::string refused = {};             // why the driver does not take it; empty: it does
+  std::string key;                    // the first 16 digits of the func's
+  int64_t operands = 0, results = 0;  // its pointers: these, and the workspace
+  int64_t workspace = 0;              // bytes
+  std::vector<CubinKernel> kernels;   // in the order of their launches
+  std::vector<void*> functions = {};  // of the kernels, when they are loaded
+  std::string refused = {};           // why the driver does not take it; empty: it does
   int64_t pointers() const { return operands + results + 1; }
 };
 
 class Cubins {
  public:
-  // `target`: "sm_90". Modules stay loaded until the process ends, for a kernel of theirs may still be queued. Error: no
-  // driver, another kind of device.
+  // `target`: "sm_90". Modules stay loaded until the process ends, for a kernel of theirs may still be queued. Error:
+  // no driver, another kind of device.
   static Result<std::shared_ptr<const Cubins>> Load(std::string_view target, c10::Device device,
                                                     std::vector<CubinRegion> regions);
 

@@ -99,7 +99,7 @@ def train(case: str, device: str, cache: str, mode: str = "free", plant: Callabl
     return found
 
 
-@pytest.mark.parametrize("case", ["even", "llama", "gpt2", "vit"])
+@pytest.mark.parametrize("case", ["even", "vit", *(pytest.param(case, marks=pytest.mark.soak) for case in ("llama", "gpt2"))])
 def test_training_has_the_losses_of_the_kernels(case: str, cache: str, caplog: pytest.LogCaptureFixture) -> None:
     bodies = train(case, "soft", cache, regions="off")
     cpu = train(case, "cpu", cache)
@@ -119,9 +119,9 @@ def test_training_has_the_losses_of_the_kernels(case: str, cache: str, caplog: p
         assert arena["planned_bytes"] == arena["top_bytes"]
 
 
-def beside(case: str, cache: str) -> dict[str, Any]:
+def beside(case: str, cache: str, functions: str) -> dict[str, Any]:
     """Steps until the kernels are there, and three more."""
-    with soft_cuda.driven(os.path.join(cache, "cpu")) as driver:
+    with soft_cuda.driven(functions) as driver:
         trainer, batch = trainer_of(case, "soft", cache, regions_wait=False)
         losses, end = [], time.monotonic() + PATIENCE_S
         while trainer.swaps == 0 and time.monotonic() < end:
@@ -141,9 +141,10 @@ def of_bodies(case: str, count: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_bodies_run_until_all_ranks_have_the_cubins(world: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    runs = [beside("even", str(tmp_path))] if world == 1 else ranks.run(beside, 2, "even", str(tmp_path), timeout_s=2 * PATIENCE_S)
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_bodies_run_until_all_ranks_have_the_cubins(world: int, cache: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    what = ("even", str(tmp_path), os.path.join(cache, "cpu"))
+    runs = [beside(*what)] if world == 1 else ranks.run(beside, 2, *what, timeout_s=2 * PATIENCE_S)
     count = len(runs[0]["losses"])
     plain = [of_bodies("even", count)] if world == 1 else ranks.run(of_bodies, 2, "even", count)
     for run, without in zip(runs, plain, strict=True):
@@ -168,7 +169,8 @@ def test_the_same_bits_for_every_strategy(cache: str) -> None:
 
 
 def refusing(case: str, cache: str) -> Any:
-    """Rank 1's driver takes no module of one region."""
+    """Rank 1's driver takes no module."""
+    cuda._loaded.cache_clear()  # it is loaded again
     with soft_cuda.driven(os.path.join(cache, "cpu")) as driver:
         if torch.distributed.get_rank() == 1:
             driver.fail("cuModuleLoadData", 209)
@@ -178,24 +180,21 @@ def refusing(case: str, cache: str) -> Any:
             driver.fail("cuModuleLoadData", 0)
 
 
-def test_what_one_driver_refuses_no_rank_launches(tmp_path: Path) -> None:
-    runs = ranks.run(refusing, 2, "vit", str(tmp_path), timeout_s=2 * PATIENCE_S)
+def test_what_one_driver_refuses_no_rank_launches(cache: str) -> None:
+    runs = ranks.run(refusing, 2, "vit", cache, timeout_s=2 * PATIENCE_S)
     assert all(run["regions"]["compiled"] == 0 and run["launches"] == [] for run in runs)
 
 
-def test_a_region_that_the_driver_refuses_runs_its_body(cache: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = train("vit", "soft", str(tmp_path))
-    other = tmp_path / "other"
-    (tmp_path / "regions").rename(other)
-    (tmp_path / "cache").mkdir(mode=0o700)
-    other.rename(tmp_path / "cache" / "regions")  # another path: it is loaded again
-    key = first["keys"][0]
-    driver = soft_cuda.driver()
+def test_a_region_that_the_driver_refuses_runs_its_body(cache: str, caplog: pytest.LogCaptureFixture) -> None:
+    first = train("vit", "soft", cache)
+    key, driver = first["keys"][0], soft_cuda.driver()
+    cuda._loaded.cache_clear()
     driver.fail("cuModuleLoadData", 209, key)
     try:
-        run = train("vit", "soft", str(tmp_path / "cache"))
+        run = train("vit", "soft", cache)
     finally:
         driver.fail("cuModuleLoadData", 0, key)
+        cuda._loaded.cache_clear()
     (name, why), = run["left"].items()
     assert why.endswith("cuModuleLoadData failed with CUDA error 209 (CUDA_ERROR_NO_BINARY_FOR_GPU)")
     assert run["keys"] == first["keys"][1:] and run["artifact"] != first["artifact"] and run["faults"] == ""
@@ -230,9 +229,10 @@ def bodies_with(caplog: pytest.LogCaptureFixture, cache: str, reason: str, **set
     assert run["losses"] == train("vit", "soft", cache, regions="off")["losses"]
 
 
-def test_another_device_than_the_files_runs_bodies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_device_than_the_files_runs_bodies(cache: str, caplog: pytest.LogCaptureFixture) -> None:
+    cuda._loaded.cache_clear()
     soft_cuda.driver().capability(80)  # driven() makes it an sm_90 again
-    bodies_with(caplog, str(tmp_path), "kernels are for sm_90, and soft:0 is sm_80")
+    bodies_with(caplog, cache, "kernels are for sm_90, and soft:0 is sm_80")
 
 
 def test_exact_runs_bodies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
