@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import struct
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from test_regions import ALL, GATED, funcs
 
 from interlace.cli.app import run
-from interlace.regions import cuda
+from interlace.regions import Making, cuda
 from interlace.regions.kept import RegionsError
 
 
@@ -159,3 +160,24 @@ def test_code_generation_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         cuda.cubins(funcs(GATED), "sm_90", tmp_path, print, limit_s=0.5)
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in left
+
+
+@needs_triton
+def test_what_is_made_beside_ends_with_its_rank(tmp_path: Path) -> None:
+    """With all of its processes, and nothing half done is left."""
+    making = Making(cuda.WantedCubins.on(funcs(*ALL), "on", tmp_path, "sm_90", "cuda:0"), "", print)
+    assert making._child is not None
+    session, end = str(making._child.pid), time.monotonic() + 300
+
+    def there() -> list[str]:
+        lines = subprocess.run(["ps", "-eo", "sid,stat,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+        return [line for line in lines if line.split()[0] == session and not line.split()[1].startswith("Z")]
+
+    while not any("interlace.regions.cubins" in line for line in there()):
+        assert making.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    making.close()
+    while there():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert [path.suffix for path in (tmp_path / "regions").iterdir()] == [".lock"]
