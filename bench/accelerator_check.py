@@ -1,5 +1,5 @@
-"""Everything that needs an accelerator, by one command: the tests on the device, then our step against eager, torch.compile, DDP and
-FSDP2, its prediction against what was measured, and its memory. Writes one page to send back.
+"""Everything that needs an accelerator, by one command: the tests on the device, then our step, without compiled regions and with them,
+against eager, torch.compile, DDP and FSDP2, its prediction against what was measured, and its memory. Writes one page to send back.
 
 python bench/accelerator_check.py                                       # all devices of this machine
 python bench/accelerator_check.py --ranks 1 --rounds 20 --json out.json --page page.md
@@ -98,8 +98,10 @@ def ours_in_words(facts: dict[str, Any]) -> list[str]:
     """What our side predicted, planned and measured."""
     if "error" in facts:
         return []
-    lines = [f"- interlace compiled in {facts['compile_s']:.1f} s and was settled at step {facts['steps_to_settle']}"]
+    lines = [f"- {facts['method']} compiled in {facts['compile_s']:.1f} s and was settled at step {facts['steps_to_settle']}"]
     lines.append(f"- its own count of the peak: {facts['trainer_peak_bytes']:,} bytes")
+    if facts["regions"]:
+        lines.append("- {compiled} of {regions} regions are kernels, which run {calls} times for {kernels} ops".format(**facts["regions"]))
     for plan in facts["plans"]:
         text = f"- plan at step {plan['step']} ({plan['reason']})"
         if plan["predicted_us"] and plan["measured_us"]:
@@ -149,9 +151,10 @@ def main() -> int:
                 continue
             print(f"{method} on {ranks} rank{'s' if ranks > 1 else ''} ...", flush=True)
             found.append(run(method, device, ranks, args.size, args.rounds))
-            failed |= method == "interlace" and "error" in found[-1]
+            failed |= method.startswith("interlace") and "error" in found[-1]
         lines += ["", f"## {ranks} rank{'s' if ranks > 1 else ''}, bfloat16 Llama of size {args.size}", ""]
-        lines += [*table(found, "eager" if ranks == 1 else "fsdp2"), "", *ours_in_words(found[-1])]
+        lines += [*table(found, "eager" if ranks == 1 else "fsdp2"), ""]
+        lines += [line for facts in found if facts["method"].startswith("interlace") for line in ours_in_words(facts)]
         record[f"ranks_{ranks}"] = found
     page = Path(args.page)
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@
 
 #include "base/suggest.h"
 #include "ir/text.h"
+#include "runtime/region_driver.h"
 
 namespace py = pybind11;
 
@@ -40,8 +41,8 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
     static const std::vector<std::string_view> known = {
-        "rng",  "seed",  "debug",          "skip_nonfinite", "trace_memory", "opaque",
-        "tier", "arena", "tier_bandwidth", "captured_here",  "regions",      "region_keys"};
+        "rng",   "seed",           "debug",         "skip_nonfinite", "trace_memory", "opaque", "tier",
+        "arena", "tier_bandwidth", "captured_here", "regions",        "region_keys",  "say",    "cubins"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -61,6 +62,14 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   options.tier_bandwidth = Take<double>(dict, "tier_bandwidth", 0);
   options.regions = Take<std::string>(dict, "regions", "");
   options.region_keys = Take<std::vector<std::string>>(dict, "region_keys", {});
+  if (dict.contains("cubins") && !dict["cubins"].is_none())
+    options.cubins = dict["cubins"].cast<std::shared_ptr<Cubins>>();
+  if (dict.contains("say")) {
+    options.say = [callable = Shared(dict["say"])](const std::string& text) {
+      py::gil_scoped_acquire lock;
+      (*callable)(text);
+    };
+  }
   if (dict.contains("opaque") && !dict["opaque"].is_none()) {
     const auto callable = Shared(dict["opaque"]);
     options.opaque = [callable](const std::string& module, const std::string& part,

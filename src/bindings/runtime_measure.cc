@@ -1,12 +1,15 @@
-// runtime_measure.cc — _runtime.Comm and _runtime.FileTier: collectives and tier copies without a program, for the
-// profile of a machine (python/interlace/cost) and for tests.
+// runtime_measure.cc — _runtime.Comm, _runtime.FileTier and _runtime.Cubins: collectives, tier copies and compiled
+// regions without a program, for the profile of a machine (python/interlace/cost), for who gives regions to an executor
+// (python/interlace/regions/cuda.py), and for tests.
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings/runtime.h"
 #include "runtime/comm.h"
+#include "runtime/region_driver.h"
 #include "tier/tier.h"
 
 namespace py = pybind11;
@@ -18,6 +21,23 @@ namespace {
 std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t size, const std::string& backend,
                                  double timeout_s, const std::string& group) {
   return Unwrap(Comm::Create({name, rank, size, backend, group, {}}, timeout_s));
+}
+
+CubinRegion CubinRegionOf(const py::handle& region) {
+  CubinRegion out{.key = region.attr("key").cast<std::string>(),
+                  .operands = region.attr("operands").cast<int64_t>(),
+                  .results = region.attr("results").cast<int64_t>(),
+                  .workspace = region.attr("workspace").cast<int64_t>(),
+                  .kernels = {}};
+  for (const py::handle& kernel : region.attr("kernels")) {
+    out.kernels.push_back({.name = kernel.attr("name").cast<std::string>(),
+                           .image = kernel.attr("cubin").cast<std::string>(),
+                           .blocks = kernel.attr("grid").cast<std::array<uint32_t, 3>>(),
+                           .threads = kernel.attr("threads").cast<uint32_t>(),
+                           .shared_bytes = kernel.attr("shared").cast<uint32_t>(),
+                           .parameters = kernel.attr("parameters").cast<std::vector<std::pair<int64_t, int64_t>>>()});
+  }
+  return out;
 }
 
 }  // namespace
@@ -91,6 +111,32 @@ void BindMeasure(py::module_& m) {
       .def_property_readonly("bytes_out", [](const Tier& t) { return t.stats().bytes_out; })
       .def_property_readonly("bytes_in", [](const Tier& t) { return t.stats().bytes_in; })
       .def_property_readonly("direct", [](const Tier& t) { return t.stats().direct; });
+
+  py::class_<Cubins, std::shared_ptr<Cubins>>(m, "Cubins")
+      .def(
+          py::init([](const std::string& target, const std::string& device, const py::list& regions) {
+            std::vector<CubinRegion> found;
+            for (const py::handle& region : regions) found.push_back(CubinRegionOf(region));
+            const py::gil_scoped_release released;
+            return std::const_pointer_cast<Cubins>(Unwrap(Cubins::Load(target, c10::Device(device), std::move(found))));
+          }),
+          py::arg("target"), py::arg("device"), py::arg("regions"),
+          "Compiled regions (regions/cuda.py) on a device; loaded until the process ends.")
+      .def("refused", &Cubins::Refused, "By region: why the driver does not take it.")
+      .def(
+          "launch",
+          [](const Cubins& c, const std::string& key, const std::vector<uintptr_t>& pointers,
+             std::optional<uintptr_t> stream) {
+            const CubinRegion* const region = c.Find(key);
+            if (region == nullptr || std::ssize(pointers) != region->pointers())
+              throw RuntimeError("no region " + key + " of " + std::to_string(pointers.size()) + " pointers is loaded");
+            std::vector<void*> addresses;
+            for (uintptr_t pointer : pointers) addresses.push_back(reinterpret_cast<void*>(pointer));
+            Unwrap(c.Launch(*region, addresses, stream ? reinterpret_cast<void*>(*stream) : Unwrap(c.CurrentStream())));
+          },
+          py::arg("key"), py::arg("pointers"), py::arg("stream") = py::none(), no_gil,
+          "A region's kernels, on addresses of operands, results and workspace; stream: a handle, else the current "
+          "one.");
 }
 
 }  // namespace interlace

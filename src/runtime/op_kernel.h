@@ -27,6 +27,8 @@
 
 namespace interlace {
 
+class Cubins;
+
 struct RuntimeOptions {
   bool keyed_random = true;  // false: torch's default generator in program order
   uint64_t seed = 0;
@@ -37,8 +39,11 @@ struct RuntimeOptions {
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
   std::string tier;             // folder of the file tier, for what goes out of memory; empty: none
   double tier_bandwidth = 0;    // bytes per second at most, in each direction; 0: no such limit
-  std::string regions;          // library of compiled regions, checked by whoever names it; empty: bodies run
-  std::vector<std::string> region_keys;  // those of it to be used
+  // Compiled regions, checked by whoever names them: on CPUs a library, else cubins; none: bodies run.
+  std::string regions;
+  std::shared_ptr<const Cubins> cubins;
+  std::vector<std::string> region_keys;         // those to be used
+  std::function<void(const std::string&)> say;  // tells the user what a step has to say; none: nobody is told
   // Runs an opaque module: (module path, "forward" | "backward", inputs) → results. Called with the step's thread state
   // undone.
   std::function<std::vector<at::Tensor>(const std::string&, const std::string&, const std::vector<at::Tensor>&)> opaque;

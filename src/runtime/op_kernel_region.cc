@@ -1,8 +1,9 @@
-// Regions (ir/func.h): a compiled kernel of the library that the executor was given, else the body, op by op.
+// Regions (ir/func.h): a compiled kernel of those that the executor was given, else the body, op by op.
 //
-// The library has a plain function for each region, `r_KEY(void* const* pointers)`: operands, results, workspace; and
-// its workspace's bytes, `w_KEY`. KEY is the first 16 digits of the func's key. Whoever made the library has compared
-// its results with the body's; here sizes are what the program says, and nothing is looked at again.
+// On CPUs they are a library with a plain function for each region, `r_KEY(void* const* pointers)`: operands, results,
+// workspace; and its workspace's bytes, `w_KEY`. On other devices they are cubins, which take the same pointers
+// (region_driver.h). KEY is the first 16 digits of the func's key. Whoever made or named them has checked them; here
+// sizes are what the program says, and nothing is looked at again.
 #include <ATen/ops/empty.h>
 #include <dlfcn.h>
 
@@ -12,6 +13,7 @@
 #include "runtime/allocator.h"
 #include "runtime/op_kernel.h"
 #include "runtime/plan.h"
+#include "runtime/region_driver.h"
 
 namespace interlace {
 namespace {
@@ -110,60 +112,135 @@ Result<Kernel> BodyOf(const BuildContext& context, const Op& op, const Func& fun
   return MakeKernel(std::move(kernel));
 }
 
-using Compiled = void (*)(void* const*);
-
-struct CompiledKernel final : KernelData {
-  std::shared_ptr<void> library;  // open as long as one of its kernels is there
-  Compiled function = nullptr;
+// What every compiled kernel is called with. The workspace comes from torch's allocator, where the arena serves it.
+struct CompiledKernel : KernelData {
   int64_t workspace = 0;  // bytes
   std::vector<ValueId> operands;
   std::vector<GivenSlot> results;
-  std::vector<void*> pointers;
+  std::vector<void*> pointers;  // of operands, results, workspace
   std::vector<at::Tensor> given;
+  at::Tensor scratch;
 
-  void Run(Frame& frame) {
+  void Take(Frame& frame) {
     pointers.clear();
     // NOLINTNEXTLINE: the function reads its operands only
     for (ValueId id : operands) pointers.push_back(const_cast<void*>(frame.slots[id].const_data_ptr()));
     for (size_t i = 0; i < results.size(); ++i) {
       const GivenSlot& result = results[i];
       given[i] = result.placed ? result.target.Get(frame) : Allocate(*result.geometry, frame.device, /*zero=*/false);
-      if (result.into) frame.counters.placed_bytes += static_cast<int64_t>(given[i].nbytes());
       pointers.push_back(given[i].mutable_data_ptr());
     }
-    at::Tensor scratch;
     if (workspace > 0) scratch = at::empty({workspace}, at::TensorOptions(c10::kByte).device(frame.device));
     pointers.push_back(workspace > 0 ? scratch.mutable_data_ptr() : nullptr);
-    function(pointers.data());
-    for (size_t i = 0; i < results.size(); ++i) frame.slots[results[i].value] = std::move(given[i]);
+  }
+  void Give(Frame& frame) {
+    scratch.reset();
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (results[i].into) frame.counters.placed_bytes += static_cast<int64_t>(given[i].nbytes());
+      frame.slots[results[i].value] = std::move(given[i]);
+    }
+  }
+  void Drop() {
+    scratch.reset();
+    for (at::Tensor& tensor : given) tensor.reset();
   }
 };
 
-// nullopt: the library has no such region, or the program drops a result that the function would write.
-std::optional<Kernel> CompiledOf(const BuildContext& context, const Op& op, const Func& func) {
-  const RuntimeOptions& options = context.options;
-  const std::string key = func.key.substr(0, 16);
-  if (options.regions.empty() || !context.device.is_cpu() || options.debug) return std::nullopt;
-  if (std::find(options.region_keys.begin(), options.region_keys.end(), key) == options.region_keys.end())
-    return std::nullopt;
-  if (std::find(op.results.begin(), op.results.end(), kNone) != op.results.end()) return std::nullopt;
-  const std::shared_ptr<void> library(dlopen(options.regions.c_str(), RTLD_NOW | RTLD_LOCAL), [](void* handle) {
+struct LibraryKernel final : CompiledKernel {
+  std::shared_ptr<void> library;  // open as long as one of its kernels is there
+  void (*function)(void* const*) = nullptr;
+
+  void Run(Frame& frame) {
+    Take(frame);
+    function(pointers.data());
+    Give(frame);
+  }
+};
+
+struct DriverKernel final : CompiledKernel {
+  std::shared_ptr<const Cubins> cubins;
+  const CubinRegion* region = nullptr;
+  std::string name;  // of the func
+  Kernel body;
+  bool refused = false, said = false;
+
+  void Run(Frame& frame) {
+    if (!refused) {
+      Take(frame);
+      const Status launched = Launch();
+      if (launched.ok()) return Give(frame);
+      Drop();
+      if (!said && frame.options->say)
+        frame.options->say("region " + name + " runs op by op: " + launched.error().message);
+      said = true;
+    }
+    body.run(body.data.get(), frame);
+  }
+
+ private:
+  Status Launch() {
+    const Result<void*> stream = cubins->CurrentStream();
+    const Status launched = stream.ok() ? cubins->Launch(*region, pointers, *stream) : Status(stream.error());
+    // Addresses differ from call to call; what the driver refuses once it is not asked again.
+    refused = !launched.ok() && Cubins::Aligned(pointers);
+    return launched;
+  }
+};
+
+// A function of the library; nullptr where it has none for this region.
+std::unique_ptr<LibraryKernel> FromLibrary(const std::string& path, const std::string& key) {
+  auto kernel = std::make_unique<LibraryKernel>();
+  kernel->library = std::shared_ptr<void>(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL), [](void* handle) {
     if (handle != nullptr) dlclose(handle);
   });
-  if (library == nullptr) return std::nullopt;
-  void* const function = dlsym(library.get(), ("r_" + key).c_str());
-  const void* const workspace = dlsym(library.get(), ("w_" + key).c_str());
-  if (function == nullptr || workspace == nullptr) return std::nullopt;
-  const Result<std::vector<ValueId>> operands = OperandsOf(op);
-  if (!operands.ok()) return std::nullopt;
-  auto kernel = std::make_unique<CompiledKernel>();
-  kernel->library = library;
-  kernel->function = reinterpret_cast<Compiled>(function);
+  if (kernel->library == nullptr) return nullptr;
+  void* const function = dlsym(kernel->library.get(), ("r_" + key).c_str());
+  const void* const workspace = dlsym(kernel->library.get(), ("w_" + key).c_str());
+  if (function == nullptr || workspace == nullptr) return nullptr;
+  kernel->function = reinterpret_cast<void (*)(void* const*)>(function);
   kernel->workspace = *static_cast<const int64_t*>(workspace);
+  return kernel;
+}
+
+// The kernels of the device, and the body for when they cannot run; nullptr where there are none for this region.
+std::unique_ptr<DriverKernel> FromCubins(const BuildContext& context, const Op& op, const Func& func,
+                                         const std::string& key) {
+  const std::shared_ptr<const Cubins>& cubins = context.options.cubins;
+  const CubinRegion* const region = cubins == nullptr ? nullptr : cubins->Find(key);
+  if (region == nullptr || region->operands != std::ssize(OperandsOf(func)) ||
+      region->results != std::ssize(GivenBy(func)))
+    return nullptr;
+  Result<Kernel> body = BodyOf(context, op, func);
+  if (!body.ok()) return nullptr;
+  auto kernel = std::make_unique<DriverKernel>();
+  kernel->cubins = cubins;
+  kernel->region = region;
+  kernel->name = op.name.substr(kCallPrefix.size()) + " (" + key + ")";
+  kernel->body = std::move(*body);
+  kernel->workspace = region->workspace;
+  return kernel;
+}
+
+template <typename Made>
+std::optional<Kernel> Finished(const BuildContext& context, const Op& op, std::unique_ptr<Made> kernel) {
+  const Result<std::vector<ValueId>> operands = OperandsOf(op);
+  if (kernel == nullptr || !operands.ok()) return std::nullopt;
   kernel->operands = *operands;
   kernel->results = GivenSlots(context, op);
   kernel->given.resize(op.results.size());
   return MakeKernel(std::move(kernel));
+}
+
+// nullopt: there is no such region, or the program drops a result that the kernels would write.
+std::optional<Kernel> CompiledOf(const BuildContext& context, const Op& op, const Func& func) {
+  const RuntimeOptions& options = context.options;
+  const std::string key = func.key.substr(0, 16);
+  if (options.debug) return std::nullopt;
+  if (std::find(options.region_keys.begin(), options.region_keys.end(), key) == options.region_keys.end())
+    return std::nullopt;
+  if (std::find(op.results.begin(), op.results.end(), kNone) != op.results.end()) return std::nullopt;
+  if (context.device.is_cpu()) return Finished(context, op, FromLibrary(options.regions, key));
+  return Finished(context, op, FromCubins(context, op, func, key));
 }
 
 }  // namespace

@@ -43,6 +43,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(Device, int) const override { return Wrap(Engine::Get().NewStream()); }
   c10::Stream getStreamFromGlobalPool(Device, bool) const override { return Wrap(Engine::Get().NewStream()); }
   c10::Stream exchangeStream(c10::Stream s) const noexcept override { return Wrap(ExchangeStream(Unwrap(s))); }
+  void* getStreamNativeHandle(const c10::Stream s) const override { return reinterpret_cast<void*>(s.id()); }
   DeviceIndex deviceCount() const noexcept override { return 1; }
   c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<EventPtr*>(event); }
@@ -122,6 +123,18 @@ void Generator::set_state(const c10::TensorImpl& state) {
   TORCH_CHECK(state.numel() == 16, "a state of the soft device's generator has 16 bytes");
   std::memcpy(&seed_, state.data(), 8);
   std::memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);
+}
+
+// For what stands in for CUDA's driver (cuda_driver.cc), a library of its own: an op of a stream, and where bytes lie.
+extern "C" __attribute__((visibility("default"))) void soft_enqueue(int stream, const char* name, const Access* touched,
+                                                                   size_t count, void (*run)(void*), void* data) {
+  Engine::Get().Enqueue(stream, name, {touched, touched + count}, [run, data] {
+    run(data);
+    return true;
+  });
+}
+extern "C" __attribute__((visibility("default"))) void* soft_real(const void* p) {
+  return OnDevice(p) ? Real(p) : nullptr;
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

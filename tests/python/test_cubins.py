@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import re
 import struct
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from test_regions import ALL, GATED, funcs
 
 from interlace.cli.app import run
-from interlace.regions import cuda
+from interlace.regions import Making, cuda
 from interlace.regions.kept import RegionsError
 
 
@@ -162,64 +162,22 @@ def test_code_generation_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert str(tmp_path) not in left
 
 
-# Writes down what is called of it: `module BYTES`, `function NAME`, `launch grid block shared stream parameters...` of the sizes it was told.
-FAKE = r"""
-#include <cstdio>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-extern "C" {
-static FILE* Log() { static FILE* f = fopen(getenv("FAKE_CUDA_LOG"), "w"); return f; }
-static const char* sizes = "";
-void fake_sizes(const char* s) { sizes = strdup(s); }
-int cuModuleLoadData(void** m, const void* data) {
-  *m = (void*)1;
-  fprintf(Log(), "module %d\n", memcmp(data, "\x7f" "ELF", 4)); fflush(Log()); return 0;
-}
-int cuModuleGetFunction(void** f, void*, const char* name) {
-  *f = (void*)2; fprintf(Log(), "function %s\n", name); fflush(Log()); return strcmp(name, "absent") == 0 ? 500 : 0;
-}
-int cuLaunchKernel(void*, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-                   void* stream, void** params, void**) {
-  fprintf(Log(), "launch %u %u %u %u %u %u %u %zu", gx, gy, gz, bx, by, bz, shared, (size_t)stream);
-  for (size_t i = 0; sizes[i]; ++i) {
-    uint64_t v = 0; memcpy(&v, params[i], sizes[i] - '0'); fprintf(Log(), " %llu", (unsigned long long)v);
-  }
-  fprintf(Log(), "\n"); fflush(Log()); return 0;
-}
-}
-"""
-
-
 @needs_triton
-def test_launches_follow_the_manifest(made: cuda.Cubins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench/cubins_run.py against a driver that writes down what it is called with: no kernel runs."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
-    import cubins_run
+def test_what_is_made_beside_ends_with_its_rank(tmp_path: Path) -> None:
+    """With all of its processes, and nothing half done is left."""
+    making = Making(cuda.WantedCubins.on(funcs(*ALL), "on", tmp_path, "sm_90", "cuda:0"), "", print)
+    assert making._child is not None
+    session, end = str(making._child.pid), time.monotonic() + 300
 
-    (tmp_path / "fake.cc").write_text(FAKE)
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(["c++", "-shared", "-fPIC", "-w", "-o", str(library), str(tmp_path / "fake.cc")], check=True)
-    monkeypatch.setenv("FAKE_CUDA_LOG", str(tmp_path / "log"))
-    with pytest.raises(OSError, match="no-libcuda"):
-        cubins_run.Driver("no-libcuda.so.1")
-    driver = cubins_run.Driver(str(library))
-    for region in made.regions:
-        pointers = [4096 * (i + 1) for i in range(region.operands + region.results + 1)]
-        begin = len((tmp_path / "log").read_text().splitlines()) if (tmp_path / "log").exists() else 0
-        driver.library.fake_sizes("".join("4" if take.startswith("i32") else "8" for take in region.kernels[0].takes).encode())
-        first = cuda.Region(region.key, region.operands, region.results, region.workspace, region.kernels[:1])
-        driver.launch(first, pointers, 77)
-        kernel = region.kernels[0]
-        module, function, launch = (tmp_path / "log").read_text().splitlines()[begin:]
-        assert (module, function) == ("module 0", f"function {kernel.name}")
-        expected = []
-        for take in kernel.takes:
-            index, _, offset = take[1:].partition("+")
-            expected.append(0 if take == "null" else int(take[4:]) if take.startswith("i32:") else pointers[int(index)] + int(offset))
-        assert launch.split() == ["launch", *map(str, [*kernel.grid, 32 * kernel.warps, 1, 1, kernel.shared, 77, *expected])]
-    with pytest.raises(RuntimeError, match="an address that is no multiple of 16: its body must run"):
-        driver.launch(made.regions[0], [8] * 20, 0)
-    absent = dataclasses.replace(made.regions[0].kernels[0], name="absent")
-    with pytest.raises(RuntimeError, match="cuModuleGetFunction failed with CUDA error 500"):
-        driver.function(absent)
+    def there() -> list[str]:
+        lines = subprocess.run(["ps", "-eo", "sid,stat,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+        return [line for line in lines if line.split()[0] == session and not line.split()[1].startswith("Z")]
+
+    while not any("interlace.regions.cubins" in line for line in there()):
+        assert making.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    making.close()
+    while there():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert [path.suffix for path in (tmp_path / "regions").iterdir()] == [".lock"]

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from interlace.config import Config, format_bytes
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
-from interlace.regions import Library
+from interlace.regions import Library, say_once
 
 log = logging.getLogger("interlace")
 
@@ -200,7 +201,8 @@ class Programs:
         library, source.waits = self.regions.of(program)
         source.regions = library
         if library is not None:
-            options["regions"], options["region_keys"] = str(library.path), library.keys
+            options |= {"regions": str(library.path), "cubins": library.cubins, "region_keys": library.keys}
+            options["say"] = partial(say_once, log.warning)
         axes = self.peers.groups.axes(program)
         try:
             executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states)

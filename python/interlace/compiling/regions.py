@@ -18,7 +18,7 @@ from typing import Any
 
 from interlace.config import Config
 from interlace.dist.peers import Peers
-from interlace.regions import Library, Making, RegionsError, Wanted, ready, reason_of, say_bodies_run
+from interlace.regions import Library, Making, RegionsError, Wanted, ready, reason_of, say_bodies_run, wanted_of
 
 LOOK_S = 1.0  # between two looks of several ranks
 MOST_STEPS = 100
@@ -60,7 +60,7 @@ class Regions:
 
     def of(self, program: Any) -> tuple[Library | None, int | None]:
         """The library that a program is built with, and the number of the one that it waits for. None, None: bodies run for good."""
-        if self.config.regions == "off" or self.peers.device.type != "cpu" or self.config.debug:
+        if self.config.regions == "off" or self.config.debug:
             return None, None
         funcs = program.funcs()
         wanted, library, state = self._look_up(funcs)
@@ -114,10 +114,10 @@ class Regions:
         if not funcs:
             return None, None, ["ready", ""]
         if self.config.regions_wait:
-            library = ready(funcs, self.config.regions, self.folder, meanwhile=self.peers.places.sign)
+            library = ready(funcs, self.config.regions, self.folder, meanwhile=self.peers.places.sign, device=self.peers.device)
             return None, library, ["failed", "none there"] if library is None else ["ready", library.artifact]
         try:
-            wanted = Wanted.of(funcs, self.config.regions, self.folder)
+            wanted = wanted_of(funcs, self.config.regions, self.folder, self.peers.device)
             library = wanted.read()
         except (RegionsError, OSError) as e:
             return None, None, ["failed", reason_of(e)]

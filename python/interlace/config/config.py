@@ -98,8 +98,9 @@ class Config:
                      optimizer steps may be made as well
     tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
     arena            what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
-    regions          CPUs: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the cache
-                     (docs/regions.md): "on", "exact" (only those with the bits of their ops, compared when they are made), "off"
+    regions          CPUs and CUDA: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the
+                     cache (docs/regions.md): "on", "exact" (CPUs: only those with the bits of their ops, compared when they are made),
+                     "off"
     regions_wait     wait for regions that have to be compiled; False: steps run their ops meanwhile, and the kernels are swapped in between
                      two steps when all ranks have them. With "on" that step's number, and so the bits, depend on how fast they are compiled
     dump_ir          a folder that gets the program before and after every pass

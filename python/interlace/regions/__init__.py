@@ -1,12 +1,13 @@
-"""Regions of a program compiled: Inductor's code generation for all of them in one library, kept on disk, compared with their bodies.
+"""Regions of a program compiled: Inductor's code generation for all of them in one file, kept on disk.
 
-funcs of a program ──lower──► C++ text ──library──► .so in the cache ──check──► which of it may be used
-                    └──────────── beside: in a process of its own; bodies run meanwhile ────────────┘
+CPUs  funcs of a program ──lower──► C++ text ──library──► .so in the cache ──check──► which of it may be used
+CUDA  funcs of a program ──lower──► Triton text ──cubins──► .cubins in the cache ──the driver──► which of it may be used
+                          └──────────── beside: in a process of its own; bodies run meanwhile ────────────┘
 """
 
-from interlace.regions.beside import Making, ready
-from interlace.regions.kept import RegionsError
+from interlace.regions.beside import Making, ready, wanted_of
+from interlace.regions.kept import RegionsError, say_once
 from interlace.regions.library import Library, Wanted, reason_of, say_bodies_run
 from interlace.regions.lower import TESTED
 
-__all__ = ["TESTED", "Library", "Making", "RegionsError", "Wanted", "ready", "reason_of", "say_bodies_run"]
+__all__ = ["TESTED", "Library", "Making", "RegionsError", "Wanted", "ready", "reason_of", "say_bodies_run", "say_once", "wanted_of"]

@@ -1,4 +1,4 @@
-"""A library made by a process of its own: beside the training, whose steps run the bodies meanwhile, or waited for.
+"""A library, or cubins, made by a process of its own: beside the training, whose steps run the bodies meanwhile, or waited for.
 
     the rank                                            its child (niced, a session of its own with the compiler in it)
     takes the lock, starts the child with it  ────────► lowers, compiles, compares, writes into the cache
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from interlace.regions import library
+from interlace.regions import cuda, kept, library
 from interlace.regions.body import Func
 from interlace.regions.kept import RegionsError, log, take_lock
 from interlace.regions.library import Library, Wanted, reason_of
@@ -34,16 +34,24 @@ from interlace.regions.library import Library, Wanted, reason_of
 NICE = 10
 MORE_S = 120.0  # for all but the compiler: starting, lowering, comparing
 WATCH_S = 0.2  # between the child's looks at whether its rank is there
+CPU = torch.device("cpu")
+
+
+def wanted_of(funcs: list[Func], mode: str, folder: Path | None, device: torch.device = CPU) -> Wanted:
+    """What these regions ask for on a device. Error: RegionsError, OSError: they cannot have it."""
+    if device.type == "cpu":
+        return Wanted.of(funcs, mode, folder)
+    return cuda.WantedCubins.on(funcs, mode, folder, cuda.target_of(device), str(device))
 
 
 def ready(
     funcs: list[Func], mode: str, folder: Path | None, say: Callable[[str], None] = log.warning, limit_s: float | None = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], None] = lambda: None, device: torch.device = CPU,
 ) -> Library | None:  # fmt: skip
     """The library of these regions, from `folder` or made now. `mode`: "on", or "exact" for those with the bits of their bodies alone.
     `meanwhile`: called many times a second. None where it cannot be had, which is said."""
     try:
-        wanted = Wanted.of(funcs, mode, folder)
+        wanted = wanted_of(funcs, mode, folder, device)
         if (found := wanted.read(say)) is None:
             making = Making(wanted, "; this is kept for later runs", say, limit_s)
             try:
@@ -63,7 +71,7 @@ class Making:
     """One library under way. Error: RegionsError, OSError, already when made."""
 
     def __init__(self, wanted: Wanted, meanwhile: str, say: Callable[[str], None] = log.warning, limit_s: float | None = None) -> None:
-        """`meanwhile`: said behind what is done. `limit_s`: of the C++ compiler."""
+        """`meanwhile`: said behind what is done. `limit_s`: of the compiler."""
         self.wanted, self.seconds = wanted, 0.0
         self._begin, self._meanwhile, self._say, self._waits = time.monotonic(), meanwhile, say, False
         self._limit_s = limit_s or library.COMPILE_LIMIT_S
@@ -107,7 +115,7 @@ class Making:
         try:
             if self.wanted.read(self._say) is not None:  # made meanwhile: the next poll has it
                 return
-            library.check_compiler()
+            self.wanted.check()
             scratch = tempfile.mkdtemp(prefix="interlace-regions-")
             job = Path(scratch) / "job"
             try:
@@ -169,7 +177,7 @@ def main() -> None:
         from torch._inductor import config
 
         with config.patch({"cpp.cxx": compiler}):
-            library.make(wanted, limit_s)
+            kept.put(wanted.path, wanted.key, *wanted.make(limit_s))
         said = ""
     except Exception as e:
         said = reason_of(e) if isinstance(e, (RegionsError, OSError)) else f"{type(e).__name__}: {e}"

@@ -9,17 +9,19 @@
 
 Kernels of a region run in their order. `takes` is what the kernel's parameters are: `p3+256` an address 256 bytes after the fourth pointer of
 operands, results, workspace; `i32:4096` a number; `null` scratch memory that it does not use. A cubin is read at its offset after the
-manifest. Kernels rely on every pointer being a multiple of 16 (ALIGNED).
+manifest. Kernels rely on every pointer being a multiple of 16 (ALIGNED). The executor launches them: src/runtime/region_driver.h.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import pickle
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,7 +32,7 @@ import torch
 
 from interlace.regions.body import Func
 from interlace.regions.kept import FORMAT, MAX_BYTES, RegionsError, kept, log, place, run_within
-from interlace.regions.library import COMPILE_LIMIT_S
+from interlace.regions.library import COMPILE_LIMIT_S, Wanted
 from interlace.regions.lower import TESTED
 from interlace.version import __version__
 
@@ -52,6 +54,18 @@ class Kernel:
     spills: int  # bytes that one thread stores for want of registers
     takes: list[str]  # parameters, as in the manifest
     cubin: bytes
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def parameters(self) -> list[tuple[int, int]]:
+        """Of each: a pointer and bytes from there; or -1 and a number, 0 for null. Error: ValueError."""
+        found = [re.fullmatch(r"(?:p(\d+)\+(?=\d)|i\d+:(?=\d)|null(?!\d))(\d*)", take) for take in self.takes]
+        if None in found:
+            raise ValueError(f"a parameter of another form: {self.takes[found.index(None)]}")
+        return [(int(match[1] or -1), int(match[2] or 0)) for match in found if match is not None]
 
 
 @dataclasses.dataclass
@@ -77,10 +91,78 @@ class Cubins:
     seconds: float = 0.0  # that making it took; 0: it was there
 
 
+def target_of(device: torch.device) -> str:
+    """Of TARGETS. Error: RegionsError: no kernels are made for this device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise RegionsError(f"kernels are made for CPUs and CUDA devices, this is {device.type if torch.version.hip is None else 'ROCm'}")
+    major, minor = torch.cuda.get_device_capability(device)
+    target = f"sm_{10 * major + minor}"
+    if target not in TARGETS:
+        raise RegionsError(f"this device is {target}, and kernels are made for {', '.join(TARGETS)}")
+    return target
+
+
+@dataclasses.dataclass
+class WantedCubins(Wanted):
+    """The cubins that a program's regions ask for."""
+
+    target: str = ""
+    device: str = ""  # that they are to run on; empty: none
+    suffix = ".cubins"
+
+    @classmethod
+    def on(cls, funcs: list[Func], mode: str, folder: Path | None, target: str, device: str = "") -> WantedCubins:
+        """Error: RegionsError, OSError: there cannot be any."""
+        if mode == "exact":
+            raise RegionsError("regions='exact' is for kernels that were compared with their bodies, those for CUDA are not: use 'on'")
+        parts = [sorted(func["key"] for func in funcs), target, FORMAT, __version__, torch.__version__, _triton(target)]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return cls(funcs, mode, place(folder), torch.get_num_threads(), key, target, device)
+
+    def load(self) -> tuple[Any, dict[str, str]]:
+        from interlace import _runtime
+
+        try:
+            loaded = _loaded(self.path, self.target, self.device)
+        except _runtime.Error as e:
+            raise RegionsError(str(e)) from None
+        return loaded, loaded.refused()
+
+    def check(self) -> None:
+        pass  # `on` has
+
+    def make(self, limit_s: float) -> tuple[dict[str, Any], bytes]:
+        return _make(self.funcs, self.target, limit_s, session=False)
+
+
+@functools.cache
+def _loaded(path: Path, target: str, device: str) -> Any:
+    """Once in a process: modules stay loaded."""
+    from interlace import _runtime
+
+    return _runtime.Cubins(target, device, parse(path.read_bytes()))
+
+
 def cubins(
     funcs: list[Func], target: str, folder: Path | None, say: Callable[[str], None] = log.warning, limit_s: float = COMPILE_LIMIT_S
 ) -> Cubins:
     """The cubins of these regions for a target of TARGETS, from `folder` or made now. Error: RegionsError, OSError."""
+    wanted = WantedCubins.on(funcs, "on", folder, target)
+
+    def make() -> tuple[dict[str, Any], bytes]:
+        say(f"compiling {len(funcs)} regions for {target}; this is kept for later runs")
+        return _make(funcs, target, limit_s, session=True)
+
+    noted, seconds = kept(wanted.path, wanted.key, make, say, limit_s)
+    regions = parse(wanted.path.read_bytes())
+    for region in regions:
+        region.seconds = noted[region.key]["seconds"]
+    left = {func["name"]: noted[func["key"][:16]]["why"] for func in funcs if noted[func["key"][:16]]["why"]}
+    return Cubins(wanted.path, regions, left, seconds)
+
+
+def _triton(target: str) -> str:
+    """The version of Triton that is here. Error: RegionsError: another target, torch or Triton than kernels are made for and with."""
     if target not in TARGETS:
         raise RegionsError(f"there is no target {target!r}: choose one of {', '.join(TARGETS)}")
     version = ".".join(torch.__version__.split(".")[:2])
@@ -94,15 +176,7 @@ def cubins(
     if triton != wanted:
         found = f"this is triton {triton}" if triton else "there is no triton here"
         raise RegionsError(f"torch {version} makes CUDA kernels with triton {wanted}, and {found}: pip install triton=={wanted}")
-    parts = [sorted(func["key"] for func in funcs), target, FORMAT, __version__, torch.__version__, triton]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    path = place(folder) / f"{key[:40]}.cubins"
-    noted, seconds = kept(path, key, lambda: _make(funcs, target, say, limit_s), say, limit_s)
-    regions = parse(path.read_bytes())
-    for region in regions:
-        region.seconds = noted[region.key]["seconds"]
-    left = {func["name"]: noted[func["key"][:16]]["why"] for func in funcs if noted[func["key"][:16]]["why"]}
-    return Cubins(path, regions, left, seconds)
+    return triton
 
 
 def written(regions: list[Region], target: str) -> bytes:
@@ -135,18 +209,20 @@ def parse(file: bytes) -> list[Region]:
     return regions
 
 
-def _make(funcs: list[Func], target: str, say: Callable[[str], None], limit_s: float) -> tuple[dict[str, Any], bytes]:
-    """In processes of their own: code generation is told of a device that is not there."""
-    say(f"compiling {len(funcs)} regions for {target}; this is kept for later runs")
+def _make(funcs: list[Func], target: str, limit_s: float, session: bool) -> tuple[dict[str, Any], bytes]:
+    """Note and file, made in processes of their own: code generation is told of a device that is not there. `session`: with one of theirs,
+    which ends with them; else who calls this has one, and ends it."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     workers = max(1, min(len(os.sched_getaffinity(0)), len(funcs), memory // PROCESS_BYTES))
     with tempfile.TemporaryDirectory(prefix="interlace-cubins-") as scratch:
         made = Path(scratch) / "made"
         # Triton's and Inductor's own caches are not looked at: what they hold, others may have written.
         places = {"TRITON_CACHE_DIR": f"{scratch}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor"}
+        # Nor are the devices of this machine, which a run trains on meanwhile.
+        places |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment = {**os.environ, **places, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", "interlace.regions.cubins", target, str(workers), str(made)]
-        code, errors = run_within(command, "code generation", limit_s, pickle.dumps(funcs), session=True, env=environment, cwd=scratch)
+        code, errors = run_within(command, "code generation", limit_s, pickle.dumps(funcs), session=session, env=environment, cwd=scratch)
         if code != 0 or not made.is_file():
             raise RegionsError(f"code generation failed ({code}): {(errors.strip().splitlines() or ['it said nothing'])[-1][:300]}")
         regions: list[Region] = pickle.loads(made.read_bytes())

@@ -42,6 +42,7 @@ class Library:
     left: dict[str, str]  # name of a func → why its body runs
     exact: list[str]  # keys of regions with the bits of their bodies
     seconds: float = 0.0  # that making it took; 0: it was there
+    cubins: Any = None  # of a device, loaded
 
 
 def reason_of(error: Exception) -> str:
@@ -62,13 +63,14 @@ def key_of(funcs: list[Func], threads: int) -> str:
 
 @dataclasses.dataclass
 class Wanted:
-    """What a program's regions ask for, and where the library of them lies or will lie."""
+    """What a program's regions ask for, and where the library of them lies or will lie. Of a device: cuda.WantedCubins."""
 
     funcs: list[Func]
     mode: str
     place: Path
     threads: int
     key: str
+    suffix = ".so"
 
     @classmethod
     def of(cls, funcs: list[Func], mode: str, folder: Path | None) -> Wanted:
@@ -81,7 +83,7 @@ class Wanted:
 
     @property
     def path(self) -> Path:
-        return self.place / f"{self.key[:40]}.so"
+        return self.place / f"{self.key[:40]}{self.suffix}"
 
     @property
     def lock(self) -> Path:
@@ -93,7 +95,8 @@ class Wanted:
         if found is None:
             return None
         names = {func["key"][:16]: func["name"] for func in self.funcs}
-        left = {names[k]: entry["why"] for k, entry in found.items() if entry["why"]}
+        loaded, refused = self.load()
+        left = {names[k]: entry["why"] for k, entry in found.items() if entry["why"]} | {names[k]: why for k, why in refused.items()}
         exact = [k for k, entry in found.items() if entry["exact"]]
         if self.mode == "exact":
             left |= {names[k]: "other bits than its body" for k, entry in found.items() if not entry["why"] and not entry["exact"]}
@@ -101,42 +104,43 @@ class Wanted:
         if left:
             say_once(say, "regions whose bodies run op by op: " + "; ".join(f"{name}: {why}" for name, why in sorted(left.items())))
         artifact = hashlib.sha256(json.dumps([self.key, keys]).encode()).hexdigest()
-        return Library(self.path, artifact, keys, left, exact, seconds)
+        return Library(self.path, artifact, keys, left, exact, seconds, loaded)
 
+    def load(self) -> tuple[Any, dict[str, str]]:
+        """What is there, as the executor takes it where a path is not enough; and by key why regions of it cannot run on this machine.
+        Error: RegionsError: none can."""
+        return None, {}
 
-def check_compiler() -> None:
-    """Error: there is none."""
-    if _compiler() == "":
-        raise RegionsError("there is no C++ compiler (g++)")
+    def check(self) -> None:
+        """Error: RegionsError: nothing here could make it."""
+        if _compiler() == "":
+            raise RegionsError("there is no C++ compiler (g++)")
 
+    def make(self, limit_s: float) -> tuple[dict[str, Any], bytes]:
+        """Its note and bytes. Error: RegionsError, OSError; a compiler that took too long may have left processes."""
+        from torch._inductor.cpp_builder import get_cpp_compiler
 
-def make(wanted: Wanted, limit_s: float) -> None:
-    """Puts the library into its place. Error: RegionsError, OSError; a compiler that took too long may have left processes."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    # torch asks the compiler so before anything else, without a limit.
-    kept.run_within([get_cpp_compiler(), "-v"], "the C++ compiler", limit_s)
-    funcs, threads = wanted.funcs, wanted.threads
-    found: dict[str, Any] = {}
-    texts = []
-    for func in funcs:
-        short = func["key"][:16]
-        try:
-            texts.append(source_of(func, threads))
-            found[short] = {"exact": False, "why": ""}
-        except LoweringError as e:
-            found[short] = {"exact": False, "why": str(e)[:300]}
-    with tempfile.TemporaryDirectory(prefix="interlace-regions-") as scratch:
-        source, made = Path(scratch) / "regions.cpp", Path(scratch) / "regions.so"
-        source.write_text("#include <torch/csrc/inductor/cpp_prefix.h>\n" + "\n".join(texts))
-        _compile(source, made, threads, limit_s)
-        library = ctypes.CDLL(str(made))
-        for func in funcs:
-            entry = found[func["key"][:16]]
-            if not entry["why"]:
-                entry["exact"], entry["why"] = compare(library, func)
-        data = made.read_bytes()
-    kept.put(wanted.path, wanted.key, found, data)
+        # torch asks the compiler so before anything else, without a limit.
+        kept.run_within([get_cpp_compiler(), "-v"], "the C++ compiler", limit_s)
+        found: dict[str, Any] = {}
+        texts = []
+        for func in self.funcs:
+            short = func["key"][:16]
+            try:
+                texts.append(source_of(func, self.threads))
+                found[short] = {"exact": False, "why": ""}
+            except LoweringError as e:
+                found[short] = {"exact": False, "why": str(e)[:300]}
+        with tempfile.TemporaryDirectory(prefix="interlace-regions-") as scratch:
+            source, made = Path(scratch) / "regions.cpp", Path(scratch) / "regions.so"
+            source.write_text("#include <torch/csrc/inductor/cpp_prefix.h>\n" + "\n".join(texts))
+            _compile(source, made, self.threads, limit_s)
+            library = ctypes.CDLL(str(made))
+            for func in self.funcs:
+                entry = found[func["key"][:16]]
+                if not entry["why"]:
+                    entry["exact"], entry["why"] = compare(library, func)
+            return found, made.read_bytes()
 
 
 def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
