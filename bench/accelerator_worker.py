@@ -25,7 +25,7 @@ SIZES = {
     "0.5g": {"hidden": 2048, "layers": 8, "heads": 16, "inter": 5504, "vocab": 32000, "tokens": 2048},
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64},
 }
-METHODS = ("eager", "torch.compile", "ddp", "fsdp2", "interlace")
+METHODS = ("eager", "torch.compile", "ddp", "fsdp2", "interlace", "interlace, graphs")
 LOSSES = 4  # of the first steps are compared between methods
 SETTLE = 80  # steps at most until our schedule has done what it will
 Facts = dict[str, Any]
@@ -81,11 +81,12 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
     batch = {name: tensor.to(device) for name, tensor in token_batch(size, rank=rank).items()}
     facts: Facts = {"method": method}
     trainer = None
-    if method == "interlace":
+    if method.startswith("interlace"):
         model = llama(size, torch.bfloat16).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
         begin = time.perf_counter()
-        trainer = interlace.compile(model, optimizer, causal_loss, batch)
+        config = interlace.Config(device_graphs=method.endswith("graphs"))
+        trainer = interlace.compile(model, optimizer, causal_loss, batch, config)
         facts["compile_s"] = time.perf_counter() - begin
         ours = trainer
 
@@ -102,7 +103,7 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
     facts |= {"q1_ms": low * 1e3, "median_ms": middle * 1e3, "q3_ms": high * 1e3, "peak_bytes": allocator_peak(device)}
     if trainer is not None:
         stats = trainer.stats()
-        facts["trainer_peak_bytes"] = stats["peak_bytes"]
+        facts["trainer_peak_bytes"], facts["graphs"] = stats["peak_bytes"], stats["graphs"]
         facts["plans"] = [
             {key: plan.get(key) for key in ("step", "reason", "predicted_us", "measured_us", "predicted_bytes", "measured_bytes")}
             for plan in trainer.plans
