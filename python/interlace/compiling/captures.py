@@ -30,8 +30,8 @@ log = logging.getLogger("interlace")
 _LATER = frozenset(
     {
         "seed", "timeout_s", "debug", "passes", "memory_limit", "dump_ir", "skip_nonfinite", "deterministic", "weights", "schedule",
-        "profile", "cluster", "cache", "arena", "device_graphs", "strategy", "mesh", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
-        "tier", "tier_bandwidth", "tensor", "sequence_parallel", "trust_program", "verify_steps",
+        "profile", "cluster", "cache", "arena", "strategy", "mesh", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
+        "tier", "tier_bandwidth", "tensor", "sequence_parallel", "trust_program", "verify_steps", "device_graphs",
     }
 )  # fmt: skip
 
