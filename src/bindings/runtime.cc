@@ -288,7 +288,7 @@ PYBIND11_MODULE(_runtime, m) {
           "What the arena of a step is, and what did not go through it.")
       .def(
           "graph_stats", [](const Executor& self) { return GraphDict(self.GraphStatistics()); },
-          "Whether micro-batches are device graphs, or why not; graphs, captures, replays, bytes of inputs and outputs.")
+          "Whether micro-batches are device graphs or why not; graphs, captures, replays, bytes of inputs and outputs.")
       .def("workspaces", &Executor::Workspaces,
            "By phase and place of the op: bytes that its kernel takes inside, as learned.")
       .def(

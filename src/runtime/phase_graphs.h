@@ -1,5 +1,5 @@
-// phase_graphs.h — micro-batch phases as device graphs: a settled phase is captured once, and from then on given to the
-// device as one.
+// phase_graphs.h — micro-batch phases as device graphs: a settled phase is captured once, and from then on given to
+// the device as one.
 //
 //   op by op     op op op ... op                                  host time for each op
 //   as a graph   copy inputs in │ replay │ copy outputs out       host time for inputs and outputs alone
@@ -38,7 +38,7 @@ namespace interlace {
 class DeviceGraph {
  public:
   virtual ~DeviceGraph() = default;
-  // What the current stream is given from here on is captured, and what it takes comes from the pool ({0, 0}: a new one).
+  // What the current stream is given from here on is captured; memory comes from the pool ({0, 0}: a new one).
   virtual void Begin(c10::MempoolId_t pool) = 0;
   virtual void End() = 0;
   virtual void Replay() = 0;  // on the current stream

@@ -218,7 +218,8 @@ def train(case: str, mode: str, graphs: Any, steps: int = 7, between: str = "", 
     compile = getattr(interlace.compile, "__wrapped__", interlace.compile)  # the model is where it shall be
     config = interlace.Config(device_graphs=graphs, **settings)
     use(mode)
-    losses, seen, extra, held = [], [], [], None
+    seen: list[dict[str, Any]] = []
+    losses, extra, held = [], [], None
     with compile(model, optimizer, zoo.CASES[case].loss, batch(0), config) as trainer:
         scheduler = parity.schedule(optimizer, steps)
         for step in range(steps):
@@ -238,14 +239,14 @@ def train(case: str, mode: str, graphs: Any, steps: int = 7, between: str = "", 
             inputs, stats, issued = batch(step), trainer.stats(), soft_device._C.issued()
             loss = trainer.step(inputs)
             now, given = trainer.stats(), soft_device._C.issued() - issued
-            losses.append(float(loss))
+            losses.append(loss)
             scheduler.step()
             seen.append({
                 "ops": now["ops"] - stats["ops"], "given": given, "graphs": now["graphs"], "sent": now["bytes_sent"] - stats["bytes_sent"],
                 "replays": now["graphs"]["replays"] - stats["graphs"]["replays"], "placed": now["placed_bytes"] - stats["placed_bytes"],
             })  # fmt: skip
         weights = {name: t.cpu() for name, t in trainer.state_dict(all_ranks=True).items()}
-        out = {"losses": losses, "extra": extra, "weights": weights, "seen": seen, "reports": soft_device.take_reports()}
+        out = {"losses": [float(loss) for loss in losses], "extra": extra, "weights": weights, "seen": seen, "reports": soft_device.take_reports()}
     use("free")
     del held
     return out
@@ -341,6 +342,64 @@ def test_between_steps(between: str) -> None:
         assert captures[3] < captures[-1] and replays[4] == 0, (replays, captures)
     if between == "load":
         assert captures[3] == captures[-1], captures
+
+
+# Transfers that begin in one phase and are waited for in another: one comes from outside of the graph, one leaves it.
+ACROSS = """interlace 1 sharded
+mesh dp 2
+step 1 reduce_each
+run begin
+run micro_batch 0
+run end
+group 0 sgd
+unit u0 dp f32 numel 64 shard 32
+state %0: f32[32] u0.shard persistent
+param %1: f32[64] "w" trainable group 0 unit u0+0
+input %2: f32[64] "x"
+phase begin once takes () gives (%30) {
+  %30: f32[64] = gather.start(%0) {fwd units=[u0]}
+}
+phase micro_batch takes (%3: f32[64]) gives (%8) {
+  gather.wait(%3) {fwd}
+  %4: f32[64] = aten.mul.Tensor(%2, %3) {fwd}
+  %5: f32[] = aten.sum(%4) {fwd}
+  output(%5) {fwd name="y"}
+  %7: f32[64] = aten.mul.Tensor(%4, 3.0) {bwd}
+  %8: f32[32] = reduce.start(%7) {bwd units=[u0]}
+}
+phase end once takes (%20: f32[32]) gives () {
+  reduce.wait(%20) {upd}
+  %21: f32[32] = aten.mul.Tensor(%20, 2.0) {upd}
+  output(%21) {upd name="sum"}
+}
+"""
+
+
+def across(mode: str) -> dict[str, Any]:
+    import soft_device
+    import torch.distributed as dist
+
+    use(mode)
+    group = dist.new_group(backend="soft")
+    axes = [{"name": "dp", "rank": dist.get_rank(), "size": 2, "backend": "native", "native": group.group_name}]
+    executor = _runtime.Executor(ACROSS, "soft", axes, 30.0, {"device_graphs": "on", "captured_here": True})
+    whole = torch.arange(64.0)
+    executor.tensor(0).copy_(whole.chunk(2)[dist.get_rank()])
+    found = []
+    for step in range(6):
+        x = [torch.full((64,), float(1 + step + 10 * rank)) for rank in range(2)]
+        outputs = executor.step([[x[dist.get_rank()].to("soft")]], [[0.1, 0.0, 0.0, 0.0, 0.0, step + 1.0, 0.0]], step)["outputs"]
+        total = (x[0] * whole * 3 + x[1] * whole * 3).chunk(2)[dist.get_rank()] * 2
+        right = float((x[dist.get_rank()] * whole).sum())
+        found.append(outputs["y"][0].item() == right and torch.equal(outputs["sum"][0].cpu(), total))
+    use("free")
+    return {"right": found, "graphs": executor.graph_stats(), "reports": soft_device.take_reports()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_transfers_across_the_borders_of_a_graph(mode: str) -> None:
+    for got in ranks.run(across, 2, mode):
+        assert got["right"] == [True] * 6 and got["reports"] == [] and got["graphs"]["replays"] >= 3, got
 
 
 def test_a_wait_that_is_left_out_in_a_capture() -> None:
