@@ -153,6 +153,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fail", [](const std::string& text) { Engine::Get().Fail(text); });
   m.def("own_seconds", &OwnTime::seconds, "Time that this thread has spent in the device's own code.");
   m.def("executed", [] { return Engine::Get().executed(); });
+  m.def("issued", [] { return Engine::Get().issued(); }, "Ops, records and waits that the host has given; a replay is one.");
   m.def("waits", [] { return Engine::Get().waits(); }, "How often the host has waited for something.");
   m.def("count", [] { return Engine::Get().reports() + HostTouches(); }, "Reports of the order checker so far.");
   m.def("reports", [] { return Engine::Get().TakeReports(); });

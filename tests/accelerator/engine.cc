@@ -228,10 +228,16 @@ void Engine::Push(int stream, Op op, Lock& lock) {
 }
 
 void Engine::Issue(int stream, const char* name, const std::vector<Access>& touched, Run run, Lock& lock) {
+  if (const int index = Captured(stream); index >= 0) {
+    return Note(index, name, touched, [shared = std::make_shared<Run>(std::move(run))] {
+      return Run([shared] { return (*shared)(); });
+    });
+  }
   Stream& s = streams_.at(static_cast<size_t>(stream));
   s.clock.Join(host_);
   const uint64_t seq = ++s.issued;
   s.clock.Set(stream, seq);
+  ++issued_;
   if (nothing_) return Push(stream, {name, nullptr, seq, nullptr, nullptr, 0}, lock);
   order_.Check(stream, seq, s.clock, name, touched, [this](const std::string& text) {
     ++count_;
@@ -240,11 +246,23 @@ void Engine::Issue(int stream, const char* name, const std::vector<Access>& touc
   Push(stream, {name, std::move(run), seq, nullptr, nullptr, 0}, lock);
 }
 
-void Engine::Enqueue(int stream, const char* name, std::vector<Access> touched, Run run) {
-  Lock lock(mutex_);
+void Engine::IssueLater(int stream, Lock& lock) {
   for (Later& l : std::exchange(streams_.at(static_cast<size_t>(stream)).later, {}))
     Issue(stream, l.name, {l.touched}, std::move(l.run), lock);
+}
+
+void Engine::Enqueue(int stream, const char* name, std::vector<Access> touched, Run run) {
+  Lock lock(mutex_);
+  IssueLater(stream, lock);
   Issue(stream, name, touched, std::move(run), lock);
+}
+
+void Engine::EnqueueEach(int stream, const char* name, std::vector<Access> touched, Make make) {
+  Lock lock(mutex_);
+  IssueLater(stream, lock);
+  const int index = Captured(stream);
+  if (index >= 0) return Note(index, name, std::move(touched), std::move(make));
+  Issue(stream, name, touched, make(), lock);
 }
 
 void Engine::EnqueueBeforeNext(int stream, const char* name, Access touched, Run run) {
@@ -254,25 +272,39 @@ void Engine::EnqueueBeforeNext(int stream, const char* name, Access touched, Run
 
 void Engine::FlushBeforeNext(int stream) {
   Lock lock(mutex_);
-  for (Later& l : std::exchange(streams_.at(static_cast<size_t>(stream)).later, {}))
-    Issue(stream, l.name, {l.touched}, std::move(l.run), lock);
+  IssueLater(stream, lock);
 }
 
 void Engine::Record(const EventPtr& event, int stream) {
   Lock lock(mutex_);
+  RecordOn(event, stream, lock);
+}
+
+void Engine::RecordOn(const EventPtr& event, int stream, Lock& lock) {
+  const int index = Captured(stream);
+  event->capture = 0;
+  if (index >= 0) return NoteRecord(event, index);
   Stream& s = streams_.at(static_cast<size_t>(stream));
   s.clock.Join(host_);
   const uint64_t seq = ++s.issued;
   s.clock.Set(stream, seq);
   event->clock = s.clock;
+  ++issued_;
   Push(stream, {"record", nullptr, seq, nullptr, event, ++event->issued}, lock);
 }
 
 void Engine::Block(const EventPtr& event, int stream) {
   Lock lock(mutex_);
+  BlockOn(event, stream, lock);
+}
+
+void Engine::BlockOn(const EventPtr& event, int stream, Lock& lock) {
+  if (event->capture != 0) return NoteWait(event, stream, lock);
   if (event->issued == 0) return;
+  if (Captured(stream) >= 0) Refuse("a stream waits for an event that was recorded outside of it");
   Stream& s = streams_.at(static_cast<size_t>(stream));
   s.clock.Join(event->clock);
+  ++issued_;
   Push(stream, {"wait", nullptr, ++s.issued, event, nullptr, event->issued}, lock);
 }
 
@@ -290,6 +322,7 @@ void Engine::OnLearned(std::function<void(const Clock&)> call) {
 
 bool Engine::Query(const EventPtr& event, bool teach) {
   Lock lock(mutex_);
+  if (event->capture != 0) Refuse("the host asks for an event that was captured");
   if (teach && event->done < event->issued && one_at_a_time()) Pump(lock, 1 + random_() % 4);  // who polls gets on
   const bool over = event->done >= event->issued;
   if (over && teach) Learn(event->clock);
@@ -298,6 +331,7 @@ bool Engine::Query(const EventPtr& event, bool teach) {
 
 bool Engine::QueryStream(int stream) {
   Lock lock(mutex_);
+  if (Captured(stream) >= 0) Refuse("the host asks for a stream that is captured");
   Stream& s = streams_.at(static_cast<size_t>(stream));
   if (s.finished < s.issued && one_at_a_time()) Pump(lock, 1 + random_() % 4);
   const bool over = s.finished >= s.issued;
@@ -307,6 +341,7 @@ bool Engine::QueryStream(int stream) {
 
 void Engine::Synchronize(int stream) {
   Lock lock(mutex_);
+  if (Captured(stream) >= 0) Refuse("the host waits for a stream that is captured");
   Stream& s = streams_.at(static_cast<size_t>(stream));
   const uint64_t seq = s.issued;
   const Clock clock = s.clock;
@@ -316,6 +351,7 @@ void Engine::Synchronize(int stream) {
 
 void Engine::Synchronize(const EventPtr& event) {
   Lock lock(mutex_);
+  if (event->capture != 0) Refuse("the host waits for an event that was captured");
   const uint64_t version = event->issued;
   const Clock clock = event->clock;
   Wait(lock, [&] { return event->done >= version; });
@@ -367,6 +403,10 @@ int64_t Engine::executed() {
 int64_t Engine::waits() {
   Lock lock(mutex_);
   return waits_;
+}
+int64_t Engine::issued() {
+  Lock lock(mutex_);
+  return issued_;
 }
 
 }  // namespace soft

@@ -148,6 +148,7 @@ Call CallOf(const OpInfo& info, const Stack& stack, size_t n) {
     }
   }
   if (info.generator >= 0) {
+    Engine::Get().RefuseInCapture(CurrentStream(), std::string(info.name) + " takes its seed from the host");
     c10::IValue& v = call.args[static_cast<size_t>(info.generator)].value;
     const at::Generator& g = v.isGenerator() ? v.toGenerator() : at::globalContext().defaultGenerator(c10::kPrivateUse1);
     v = SeededBy(at::check_generator<Generator>(g)->Take());

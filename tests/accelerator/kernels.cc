@@ -87,6 +87,7 @@ at::Tensor CopyFrom(const at::Tensor& self, const at::Tensor& dst, bool non_bloc
   if (self.numel() == 0) return dst;
   const int stream = CurrentStream();
   const bool in = !IsOurs(self), out = !IsOurs(dst);
+  if (in || out) Engine::Get().RefuseInCapture(stream, "a copy between host and device");
   const PinnedBlock block = PinnedUnder(in ? self : dst);
   std::vector<Access> touched;
   Touch(touched, self, false);
