@@ -18,12 +18,10 @@ struct LaneKernel final : KernelData {
     for (ValueId id : touched) {
       if (frame.slots[id].defined()) streams->Keep(frame.slots[id], own);
     }
-    struct Restore {
-      const c10::impl::VirtualGuardImpl& guard;
-      c10::Stream stream;
-      ~Restore() { guard.exchangeStream(stream); }
-    } restore{streams->guard(), streams->guard().exchangeStream(own)};
-    inner.run(inner.data.get(), frame);
+    {
+      const OnStream here(*streams, lane);
+      inner.run(inner.data.get(), frame);
+    }
     for (ValueId id : touched) {
       if (frame.slots[id].defined()) streams->Keep(frame.slots[id], compute);
     }

@@ -61,6 +61,20 @@ class LaneStreams {
   std::array<std::array<uint64_t, kLaneCount>, kLaneCount> known_{};  // by waiter and lane: those it has waited for
 };
 
+// While it lives, a lane's stream is the current one.
+class OnStream {
+ public:
+  OnStream(LaneStreams& streams, Lane lane)
+      : guard_(streams.guard()), outer_(guard_.exchangeStream(streams.For(lane))) {}
+  ~OnStream() { guard_.exchangeStream(outer_); }
+  OnStream(const OnStream&) = delete;
+  OnStream& operator=(const OnStream&) = delete;
+
+ private:
+  const c10::impl::VirtualGuardImpl& guard_;
+  c10::Stream outer_;
+};
+
 // Runs `kernel` on its lane's stream after everything the compute stream and the lanes `after` were given; `touched`
 // are the values it reads and writes.
 Kernel OnLane(Kernel kernel, Lane lane, std::vector<Lane> after, std::vector<ValueId> touched,

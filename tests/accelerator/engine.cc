@@ -65,11 +65,16 @@ void Engine::Start() {
   for (int i = 0; i < kWorkers; ++i) std::thread([this] { Work(); }).detach();
 }
 
+void Engine::SetPace(std::unique_ptr<Pace> pace) {
+  if (!pace_) SynchronizeAll();  // what paced devices have not done is nothing
+  pace_ = std::move(pace);
+}
+
 void Engine::SetMode(const Mode& mode) {
-  SynchronizeAll();
-  Lock lock(mutex_);
   TORCH_CHECK(mode.name == "free" || mode.name == "lockstep" || mode.name == "starve" || mode.name == "nothing",
-              "no mode \"", mode.name, "\": free, lockstep, starve, nothing");
+              "no mode \"", mode.name, "\": free, lockstep, starve, nothing; for paced call pace()");
+  SetPace(nullptr);
+  Lock lock(mutex_);
   mode_ = mode;
   nothing_ = mode.name == "nothing";
   priority_.clear();
@@ -241,6 +246,10 @@ void Engine::Issue(int stream, const char* name, const std::vector<Access>& touc
 }
 
 void Engine::Enqueue(int stream, const char* name, std::vector<Access> touched, Run run) {
+  if (pace_) {
+    pace_->Work(stream);
+    return;
+  }
   Lock lock(mutex_);
   for (Later& l : std::exchange(streams_.at(static_cast<size_t>(stream)).later, {}))
     Issue(stream, l.name, {l.touched}, std::move(l.run), lock);
@@ -248,6 +257,7 @@ void Engine::Enqueue(int stream, const char* name, std::vector<Access> touched, 
 }
 
 void Engine::EnqueueBeforeNext(int stream, const char* name, Access touched, Run run) {
+  if (pace_) return;
   Lock lock(mutex_);
   streams_.at(static_cast<size_t>(stream)).later.push_back({name, touched, std::move(run)});
 }
@@ -259,6 +269,12 @@ void Engine::FlushBeforeNext(int stream) {
 }
 
 void Engine::Record(const EventPtr& event, int stream) {
+  if (pace_) {
+    event->done = ++event->issued;  // for other modes
+    event->stream = stream;
+    event->number = pace_->Mark(stream);
+    return;
+  }
   Lock lock(mutex_);
   Stream& s = streams_.at(static_cast<size_t>(stream));
   s.clock.Join(host_);
@@ -269,6 +285,10 @@ void Engine::Record(const EventPtr& event, int stream) {
 }
 
 void Engine::Block(const EventPtr& event, int stream) {
+  if (pace_) {
+    if (event->issued > 0) pace_->Wait(stream, event->stream, event->number);
+    return;
+  }
   Lock lock(mutex_);
   if (event->issued == 0) return;
   Stream& s = streams_.at(static_cast<size_t>(stream));
@@ -289,6 +309,11 @@ void Engine::OnLearned(std::function<void(const Clock&)> call) {
 }
 
 bool Engine::Query(const EventPtr& event, bool teach) {
+  if (pace_) {
+    if (!pace_->Over(event->stream, event->number)) return false;
+    if (event->number > 0) event->ms = pace_->EndedMs(event->stream, event->number);
+    return true;
+  }
   Lock lock(mutex_);
   if (teach && event->done < event->issued && one_at_a_time()) Pump(lock, 1 + random_() % 4);  // who polls gets on
   const bool over = event->done >= event->issued;
@@ -297,6 +322,7 @@ bool Engine::Query(const EventPtr& event, bool teach) {
 }
 
 bool Engine::QueryStream(int stream) {
+  if (pace_) return pace_->Over(stream, pace_->Issued(stream));
   Lock lock(mutex_);
   Stream& s = streams_.at(static_cast<size_t>(stream));
   if (s.finished < s.issued && one_at_a_time()) Pump(lock, 1 + random_() % 4);
@@ -306,6 +332,7 @@ bool Engine::QueryStream(int stream) {
 }
 
 void Engine::Synchronize(int stream) {
+  if (pace_) return pace_->Await(stream, pace_->Issued(stream));
   Lock lock(mutex_);
   Stream& s = streams_.at(static_cast<size_t>(stream));
   const uint64_t seq = s.issued;
@@ -315,6 +342,7 @@ void Engine::Synchronize(int stream) {
 }
 
 void Engine::Synchronize(const EventPtr& event) {
+  if (pace_) return pace_->Await(event->stream, event->number);
   Lock lock(mutex_);
   const uint64_t version = event->issued;
   const Clock clock = event->clock;
@@ -327,11 +355,13 @@ void Engine::SynchronizeAll() {
 }
 
 uint64_t Engine::Issued(int stream) {
+  if (pace_) return pace_->Issued(stream);
   Lock lock(mutex_);
   return streams_.at(static_cast<size_t>(stream)).issued;
 }
 
 bool Engine::Finished(int stream, uint64_t seq) {
+  if (pace_) return pace_->Over(stream, seq);
   Lock lock(mutex_);
   return streams_.at(static_cast<size_t>(stream)).finished >= seq;
 }
@@ -365,6 +395,7 @@ int64_t Engine::executed() {
   return executed_;
 }
 int64_t Engine::waits() {
+  if (pace_) return pace_->waits();
   Lock lock(mutex_);
   return waits_;
 }
