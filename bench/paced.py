@@ -100,12 +100,11 @@ def program_of(source: str, mesh: dict[str, int], more: dict[str, Any], cluster:
     program = _core.Program.parse(source, "captured")
     if first := more.get("first"):
         program.run_passes(f"canonicalize,{first}")
-    program.run_passes(
-        _core.standard_pipeline(
-            strategy=more.get("strategy", "shard"), mesh=list(mesh.items()), accumulation=more.get("accumulation", 1),
-            tensor_axis="tp" if "tp" in mesh else "", clip=1.0,
-        )  # fmt: skip
-    )
+    standard = _core.standard_pipeline(
+        strategy=more.get("strategy", "shard"), mesh=list(mesh.items()), accumulation=more.get("accumulation", 1),
+        tensor_axis="tp" if "tp" in mesh else "", clip=1.0,
+    )  # fmt: skip
+    program.run_passes(standard)
     if then := more.get("then"):
         limit = int(0.75 * _core.Simulation(program, cluster).peak_bytes)
         with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:

@@ -93,8 +93,8 @@ struct StartKernel final : KernelData {
     for (const Item& item : items) frame.transfer_of[item.result] = index;
   }
 
-  // On a device neither this thread nor the compute stream waits for the row, but a stream of the lane, behind which the
-  // column begins. The row's sources are then still read: they stay until the column has been waited for.
+  // On a device neither this thread nor the compute stream waits for the row, but a stream of the lane, behind which
+  // the column begins. The row's sources are then still read: they stay until the column has been waited for.
   void ReduceAlongColumn(Frame& frame, Ticket row, const std::vector<at::Tensor>& sources) {
     std::optional<OnStream> aside;
     if (lanes != nullptr) aside.emplace(*lanes, Lane::kReduce);

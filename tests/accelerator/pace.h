@@ -16,7 +16,8 @@
 // of work by a table, transfers by their share of a link's direction, copies by their share of the host's memory.
 //
 // With virtual time nobody sleeps: the model's clock stands while any rank's host runs, and goes to the next event when all
-// of them wait. Steps then take the same time in every run, to the bit, and a host takes none.
+// of them wait (a host that only polls lets it stand). Steps then take the same time in every run, to the bit, and a host
+// takes none.
 #pragma once
 #include <array>
 #include <cstdint>

@@ -148,10 +148,10 @@ def meet(file: str, late: int, other: bool = False) -> list[tuple[int, float, fl
         x, whole = torch.zeros(8, device="soft"), torch.zeros(16, device="soft")
         here.issue(0, x.add_, 1)
         work = here.issue(1, lambda: gather(whole, x, group=group, async_op=True))
-        sum_ = here.issue(2, lambda: dist.all_reduce(x if not (other and rank == 1) else whole, group=beside, async_op=True))
+        total = here.issue(2, lambda: dist.all_reduce(x if not (other and rank == 1) else whole, group=beside, async_op=True))
         here.issue(3, x.add_, 1)
         work.wait()
-        sum_.wait()
+        total.wait()
         return here.taken()
     finally:
         soft_device.use("free")
@@ -159,9 +159,10 @@ def meet(file: str, late: int, other: bool = False) -> list[tuple[int, float, fl
 
 def test_a_collective_begins_when_the_last_has_come_and_ends_for_all_at_once(tmp_path: Path) -> None:
     """
-        rank 0 |== 0: 100 ==|= 3: 30 =|             both transfers fill the link: they share it after the gather's latency
-               |            |5|=== 1: 40 at half ===|
-        rank 1 |0|= 3 =|....|=== 2: 40 ... =====|
+        rank 0  compute |== 0: 100 ==|= 3 =|
+        rank 1  compute |0|= 3 =|
+        both    gather               |-5-|===== 1: 40 =====|    behind its latency of 5 it shares the link with the sum:
+                reduce               |====== 2: 40 ======|      5 of that alone, 35 at half the rate, and the gather's last 5 alone
     """
     late, early = ranks.run(meet, 2, str(tmp_path / "model"), 0)
     transfers = [(2, 100, pytest.approx(175)), (1, 100, pytest.approx(180))]

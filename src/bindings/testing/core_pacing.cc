@@ -1,5 +1,5 @@
-// core_pacing.cc — `_core.testing.pacing`: what the simulator takes each op of a program to cost, what slows what, and the
-// step that it makes of them. The software accelerator's paced mode takes these times (tests/accelerator/pace.h).
+// core_pacing.cc — `_core.testing.pacing`: what the simulator takes each op of a program to cost, what slows what, and
+// the step that it makes of them. The software accelerator's paced mode takes these times (tests/accelerator/pace.h).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -109,9 +109,9 @@ void AddPacing(py::module_& m) {
       "pacing",
       [](const Program& program, const std::string& cluster) { return Take(Pacing(program, cluster)); },
       py::arg("program"), py::arg("cluster"),
-      "Of a program on a cluster: costs by op id (kind, sends, receives, latency and work in ns), factors and shares of "
-      "what runs together, ranks per node, and the simulated step of the first rank: (op, lane, begin and end in ns). "
-      "Error: of the simulation; an op that works on the host.");
+      "Of a program on a cluster: costs by op id (kind, sends, receives, latency and work in ns), factors and shares "
+      "of what runs together, ranks per node, and the simulated step of the first rank: (op, lane, begin and end in "
+      "ns). Error: of the simulation; an op that works on the host.");
 }
 
 }  // namespace interlace
