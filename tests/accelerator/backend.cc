@@ -18,6 +18,7 @@
 namespace soft {
 
 void BindGroup(pybind11::module& m);
+void BindPace(pybind11::module_& m);
 
 namespace {
 
@@ -159,6 +160,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reports", [] { return Engine::Get().TakeReports(); });
   m.def("host_touches", &HostTouches, "Accesses of the host to pinned memory whose copy it had not waited for.");
   BindGroup(m);
+  BindPace(m);
 }
 
 }  // namespace soft

@@ -167,7 +167,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       at = TheSpace().device + top_;
       top_ += bytes;
     }
-    Engine::Get().Enqueue(stream, "poison of a new block", {{at, at + bytes, true}}, [at, bytes] {
+    Engine::Get().EnqueueBeforeNext(stream, "poison of a new block", {at, at + bytes, true}, [at, bytes] {
       std::memset(Real(at), kPoison, bytes);
       return true;
     });

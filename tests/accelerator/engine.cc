@@ -65,11 +65,16 @@ void Engine::Start() {
   for (int i = 0; i < kWorkers; ++i) std::thread([this] { Work(); }).detach();
 }
 
+void Engine::SetPace(std::unique_ptr<Pace> pace) {
+  if (!pace_) SynchronizeAll();  // what paced devices have not done is nothing
+  pace_ = std::move(pace);
+}
+
 void Engine::SetMode(const Mode& mode) {
-  SynchronizeAll();
-  Lock lock(mutex_);
   TORCH_CHECK(mode.name == "free" || mode.name == "lockstep" || mode.name == "starve" || mode.name == "nothing",
-              "no mode \"", mode.name, "\": free, lockstep, starve, nothing");
+              "no mode \"", mode.name, "\": free, lockstep, starve, nothing; for paced call pace()");
+  SetPace(nullptr);
+  Lock lock(mutex_);
   mode_ = mode;
   nothing_ = mode.name == "nothing";
   priority_.clear();
@@ -252,6 +257,10 @@ void Engine::IssueLater(int stream, Lock& lock) {
 }
 
 void Engine::Enqueue(int stream, const char* name, std::vector<Access> touched, Run run) {
+  if (pace_) {
+    pace_->Work(stream);
+    return;
+  }
   Lock lock(mutex_);
   IssueLater(stream, lock);
   Issue(stream, name, touched, std::move(run), lock);
@@ -266,6 +275,7 @@ void Engine::EnqueueEach(int stream, const char* name, std::vector<Access> touch
 }
 
 void Engine::EnqueueBeforeNext(int stream, const char* name, Access touched, Run run) {
+  if (pace_) return;
   Lock lock(mutex_);
   streams_.at(static_cast<size_t>(stream)).later.push_back({name, touched, std::move(run)});
 }
@@ -276,6 +286,12 @@ void Engine::FlushBeforeNext(int stream) {
 }
 
 void Engine::Record(const EventPtr& event, int stream) {
+  if (pace_) {
+    event->done = ++event->issued;  // for other modes
+    event->stream = stream;
+    event->number = pace_->Mark(stream);
+    return;
+  }
   Lock lock(mutex_);
   RecordOn(event, stream, lock);
 }
@@ -294,6 +310,10 @@ void Engine::RecordOn(const EventPtr& event, int stream, Lock& lock) {
 }
 
 void Engine::Block(const EventPtr& event, int stream) {
+  if (pace_) {
+    if (event->issued > 0) pace_->Wait(stream, event->stream, event->number);
+    return;
+  }
   Lock lock(mutex_);
   BlockOn(event, stream, lock);
 }
@@ -321,6 +341,11 @@ void Engine::OnLearned(std::function<void(const Clock&)> call) {
 }
 
 bool Engine::Query(const EventPtr& event, bool teach) {
+  if (pace_) {
+    if (!pace_->Over(event->stream, event->number)) return false;
+    if (event->number > 0) event->ms = pace_->EndedMs(event->stream, event->number);
+    return true;
+  }
   Lock lock(mutex_);
   if (event->capture != 0) Refuse("the host asks for an event that was captured");
   if (teach && event->done < event->issued && one_at_a_time()) Pump(lock, 1 + random_() % 4);  // who polls gets on
@@ -330,6 +355,7 @@ bool Engine::Query(const EventPtr& event, bool teach) {
 }
 
 bool Engine::QueryStream(int stream) {
+  if (pace_) return pace_->Over(stream, pace_->Issued(stream));
   Lock lock(mutex_);
   if (Captured(stream) >= 0) Refuse("the host asks for a stream that is captured");
   Stream& s = streams_.at(static_cast<size_t>(stream));
@@ -340,6 +366,7 @@ bool Engine::QueryStream(int stream) {
 }
 
 void Engine::Synchronize(int stream) {
+  if (pace_) return pace_->Await(stream, pace_->Issued(stream));
   Lock lock(mutex_);
   if (Captured(stream) >= 0) Refuse("the host waits for a stream that is captured");
   Stream& s = streams_.at(static_cast<size_t>(stream));
@@ -350,6 +377,7 @@ void Engine::Synchronize(int stream) {
 }
 
 void Engine::Synchronize(const EventPtr& event) {
+  if (pace_) return pace_->Await(event->stream, event->number);
   Lock lock(mutex_);
   if (event->capture != 0) Refuse("the host waits for an event that was captured");
   const uint64_t version = event->issued;
@@ -363,11 +391,13 @@ void Engine::SynchronizeAll() {
 }
 
 uint64_t Engine::Issued(int stream) {
+  if (pace_) return pace_->Issued(stream);
   Lock lock(mutex_);
   return streams_.at(static_cast<size_t>(stream)).issued;
 }
 
 bool Engine::Finished(int stream, uint64_t seq) {
+  if (pace_) return pace_->Over(stream, seq);
   Lock lock(mutex_);
   return streams_.at(static_cast<size_t>(stream)).finished >= seq;
 }
@@ -401,6 +431,7 @@ int64_t Engine::executed() {
   return executed_;
 }
 int64_t Engine::waits() {
+  if (pace_) return pace_->waits();
   Lock lock(mutex_);
   return waits_;
 }

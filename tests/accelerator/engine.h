@@ -8,6 +8,7 @@
 //             at once (the reference), with run=0 not before the host waits
 //   starve    lockstep, with streams by priorities that are drawn anew now and then: a stream may be left far behind
 //   nothing   nothing is computed, and nothing looked at: what is issued is over (for the host's own time)
+//   paced     nothing is computed: an op takes the time that a cost model gives it, on all ranks' devices together (pace.h)
 //
 // The order checker (order.h) looks at each op when it is issued, so that it needs no luck.
 #pragma once
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "order.h"
+#include "pace.h"
 
 namespace soft {
 
@@ -46,6 +48,8 @@ struct Event {
   Clock clock;                    // of the last record that was issued
   uint64_t capture = 0;           // the last record was noted by this capture (graph.h), as its node `node`
   size_t node = 0;
+  int stream = 0;                 // paced: where that is, and its number there
+  uint64_t number = 0;
 };
 using EventPtr = std::shared_ptr<Event>;
 
@@ -96,6 +100,9 @@ class Engine {
   void RefuseInCapture(int stream, const std::string& what);
   uint64_t PoolOf(int stream);  // of the capture that notes this stream; 0: none does
   void SetMode(const Mode& mode);
+  // The mode "paced", until another one is set.
+  void SetPace(std::unique_ptr<Pace> pace);
+  Pace* pace() const { return pace_.get(); }
   void SetChecker(bool on) { order_.on = on; }
   std::vector<std::string> TakeReports();
   int64_t reports(), executed(), waits();
@@ -166,6 +173,7 @@ class Engine {
   std::function<void(const Clock&)> learned_;
   Order order_;
   std::vector<std::string> reports_;
+  std::unique_ptr<Pace> pace_;
 };
 
 double NowMs();

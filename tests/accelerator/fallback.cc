@@ -157,6 +157,7 @@ Call CallOf(const OpInfo& info, const Stack& stack, size_t n) {
 }
 
 Stack RunAndWait(const c10::OperatorHandle& op, const OpInfo& info, Call call) {
+  TORCH_CHECK(!Engine::Get().pace(), "soft device, paced: ", info.name, " depends on data, and nothing is computed");
   const int stream = CurrentStream();
   auto given = std::make_shared<Stack>();
   auto args = std::make_shared<std::vector<Arg>>(std::move(call.args));

@@ -65,6 +65,7 @@ void Engine::NoteWait(const EventPtr& event, int stream, Lock& lock) {
 
 void Engine::BeginCapture(int stream, uint64_t pool, Capture& capture) {
   Lock lock(mutex_);
+  TORCH_CHECK(pace_ == nullptr, "soft device: a paced device captures nothing");
   TORCH_CHECK(capture_ == nullptr, "soft device: a capture is on already");
   TORCH_CHECK(stream != 0, "soft device: the default stream cannot be captured; make another the current one");
   IssueLater(stream, lock);
