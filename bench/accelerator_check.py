@@ -30,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 # They compile on CPUs otherwise.
 ON_THE_DEVICE = ("test_trainer_bits", "test_parity", "test_hybrid", "test_offload", "test_swap", "test_checkpoint")
+OURS = ("interlace", "interlace, graphs", "interlace, regions")
 LIMIT_S = 1200.0  # of one way to train
 CLOSE = 0.02  # losses of bfloat16, relative
 
@@ -102,6 +103,9 @@ def ours_in_words(facts: dict[str, Any]) -> list[str]:
     lines.append(f"- its own count of the peak: {facts['trainer_peak_bytes']:,} bytes")
     if facts["regions"]:
         lines.append("- {compiled} of {regions} regions are kernels, which run {calls} times for {kernels} ops".format(**facts["regions"]))
+    graphs = facts["graphs"]
+    if graphs["replays"] or graphs["why_not"]:
+        lines.append(f"- device graphs: {graphs['graphs']}, run {graphs['replays']} times {graphs['why_not']}".rstrip())
     for plan in facts["plans"]:
         text = f"- plan at step {plan['step']} ({plan['reason']})"
         if plan["predicted_us"] and plan["measured_us"]:
@@ -151,10 +155,10 @@ def main() -> int:
                 continue
             print(f"{method} on {ranks} rank{'s' if ranks > 1 else ''} ...", flush=True)
             found.append(run(method, device, ranks, args.size, args.rounds))
-            failed |= method.startswith("interlace") and "error" in found[-1]
+            failed |= method in OURS and "error" in found[-1]
         lines += ["", f"## {ranks} rank{'s' if ranks > 1 else ''}, bfloat16 Llama of size {args.size}", ""]
         lines += [*table(found, "eager" if ranks == 1 else "fsdp2"), ""]
-        lines += [line for facts in found if facts["method"].startswith("interlace") for line in ours_in_words(facts)]
+        lines += [line for facts in found if facts["method"] in OURS for line in ours_in_words(facts)]
         record[f"ranks_{ranks}"] = found
     page = Path(args.page)
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ SIZES = {
     "0.5g": {"hidden": 2048, "layers": 8, "heads": 16, "inter": 5504, "vocab": 32000, "tokens": 2048},
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64},
 }
-METHODS = ("eager", "torch.compile", "ddp", "fsdp2", "interlace", "interlace with regions")
+METHODS = ("eager", "torch.compile", "ddp", "fsdp2", "interlace", "interlace, graphs", "interlace, regions")
 LOSSES = 4  # of the first steps are compared between methods
 SETTLE = 80  # steps at most until our schedule has done what it will
 Facts = dict[str, Any]
@@ -85,8 +85,8 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
         model = llama(size, torch.bfloat16).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
         begin = time.perf_counter()
-        with_regions = method == "interlace with regions"
-        config = interlace.Config(regions="on" if with_regions else "off", regions_wait=with_regions)
+        regions = method.endswith("regions")
+        config = interlace.Config(device_graphs=method.endswith("graphs"), regions="on" if regions else "off", regions_wait=regions)
         trainer = interlace.compile(model, optimizer, causal_loss, batch, config)
         facts["compile_s"] = time.perf_counter() - begin
         ours = trainer
@@ -104,8 +104,7 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
     facts |= {"q1_ms": low * 1e3, "median_ms": middle * 1e3, "q3_ms": high * 1e3, "peak_bytes": allocator_peak(device)}
     if trainer is not None:
         stats = trainer.stats()
-        facts["trainer_peak_bytes"] = stats["peak_bytes"]
-        facts["regions"] = stats["regions"]
+        facts |= {"trainer_peak_bytes": stats["peak_bytes"], "graphs": stats["graphs"], "regions": stats["regions"]}
         facts["plans"] = [
             {key: plan.get(key) for key in ("step", "reason", "predicted_us", "measured_us", "predicted_bytes", "measured_bytes")}
             for plan in trainer.plans

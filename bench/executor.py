@@ -57,15 +57,18 @@ SMALL = {"hidden": 64, "layers": 8, "heads": 4, "inter": 176, "vocab": 256, "tok
 
 
 def soft_steps(rounds: int) -> dict[str, list[float]]:
-    """Microseconds an op that steps on the software accelerator take beyond its own time, round by round."""
+    """Microseconds that steps on the software accelerator take beyond its own time, round by round."""
     import soft_device
 
     figures: dict[str, list[float]] = {}
-    for name, arena in (("in the arena", True), ("without it", False)):
+    ways: dict[str, dict[str, Any]] = {
+        "in the arena": {"device_graphs": False}, "without it": {"arena": False}, "as device graphs": {"device_graphs": True},
+    }  # fmt: skip
+    for name, settings in ways.items():
         model = llama(SMALL).to("soft")
         optimizer = torch.optim.AdamW(model.parameters())
         batch = {key: value.to("soft") for key, value in token_batch(SMALL).items()}
-        with interlace.compile(model, optimizer, causal_loss, batch, interlace.Config(profile="off", arena=arena)) as trainer:
+        with interlace.compile(model, optimizer, causal_loss, batch, interlace.Config(profile="off", **settings)) as trainer:
             run: Any = trainer._run
             rows = run.hyper.values()
             for number in range(-8, rounds):
@@ -75,7 +78,7 @@ def soft_steps(rounds: int) -> dict[str, list[float]]:
                 spent = time.perf_counter() - begin - (soft_device._C.own_seconds() - own)
                 ops = run.executor.stats()["ops"] - ops
                 if number >= 0:
-                    figures.setdefault(f"{name}, {ops} ops", []).append(spent / ops * 1e6)
+                    figures.setdefault(f"{name}, {ops} ops issued", []).append(spent * 1e6)
     return figures
 
 
@@ -90,8 +93,12 @@ def main() -> None:
     if args.soft:
         figures = soft_steps(args.rounds)
         for name, values in figures.items():
+            ops = int(name.split()[-3])
             low, middle, high = quartiles(values)
-            print(f"a Llama's step {name}: {middle:.2f} us an op [{low:.2f}, {high:.2f}] beyond the accelerator's own time")
+            print(
+                f"a Llama's step {name}: {middle:.0f} us [{low:.0f}, {high:.0f}] beyond the accelerator's own time, "
+                f"{middle / ops:.2f} us [{low / ops:.2f}, {high / ops:.2f}] an op issued"
+            )
         if args.json:
             write_json(args.json, figures)
         return

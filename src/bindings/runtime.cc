@@ -37,12 +37,47 @@ std::shared_ptr<py::object> Shared(py::object object) {
           }};
 }
 
+// A graph that Python makes, torch.cuda.CUDAGraph: torch's registry has none for CUDA yet.
+class PythonGraph final : public DeviceGraph {
+ public:
+  explicit PythonGraph(const py::object& make) : graph_(Shared(make())) {}
+  void Begin(c10::MempoolId_t pool) override {
+    const py::gil_scoped_acquire lock;
+    const py::object shared = pool == c10::MempoolId_t{0, 0} ? py::object(py::none()) : py::cast(pool);
+    Call("capture_begin", py::arg("pool") = shared, py::arg("capture_error_mode") = "thread_local");
+  }
+  void End() override {
+    const py::gil_scoped_acquire lock;
+    Call("capture_end");
+  }
+  void Replay() override {
+    const py::gil_scoped_acquire lock;
+    Call("replay");
+  }
+  c10::MempoolId_t Pool() override {
+    const py::gil_scoped_acquire lock;
+    return Call("pool").cast<c10::MempoolId_t>();
+  }
+
+ private:
+  template <typename... Args>
+  py::object Call(const char* name, Args&&... args) {
+    try {
+      return graph_->attr(name)(std::forward<Args>(args)...);
+    } catch (const py::error_already_set& error) {
+      throw RuntimeError(error.what());
+    }
+  }
+  std::shared_ptr<py::object> graph_;
+};
+
 RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
     static const std::vector<std::string_view> known = {
         "rng",   "seed",           "debug",         "skip_nonfinite", "trace_memory", "opaque", "tier",
-        "arena", "tier_bandwidth", "captured_here", "regions",        "region_keys",  "say",    "cubins"};
+        "arena", "tier_bandwidth", "captured_here", "regions",        "region_keys",  "say",    "cubins",
+        "graph", "device_graphs"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -61,6 +96,11 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   options.tier = Take<std::string>(dict, "tier", "");
   options.tier_bandwidth = Take<double>(dict, "tier_bandwidth", 0);
   options.regions = Take<std::string>(dict, "regions", "");
+  static const std::map<std::string, DeviceGraphs> graphs = {
+      {"off", DeviceGraphs::kOff}, {"auto", DeviceGraphs::kAuto}, {"on", DeviceGraphs::kOn}};
+  const auto wanted = graphs.find(Take<std::string>(dict, "device_graphs", "off"));
+  if (wanted == graphs.end()) throw RuntimeError("the option device_graphs is \"off\", \"auto\" or \"on\"");
+  options.device_graphs = wanted->second;
   options.region_keys = Take<std::vector<std::string>>(dict, "region_keys", {});
   if (dict.contains("cubins") && !dict["cubins"].is_none())
     options.cubins = dict["cubins"].cast<std::shared_ptr<Cubins>>();
@@ -68,6 +108,12 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
     options.say = [callable = Shared(dict["say"])](const std::string& text) {
       py::gil_scoped_acquire lock;
       (*callable)(text);
+    };
+  }
+  if (dict.contains("graph")) {
+    options.make_graph = [make = Shared(dict["graph"])] {
+      const py::gil_scoped_acquire lock;
+      return std::make_unique<PythonGraph>(*make);
     };
   }
   if (dict.contains("opaque") && !dict["opaque"].is_none()) {
@@ -101,6 +147,7 @@ py::dict StepDict(const StepResult& result) {
   dict["outputs"] = outputs;
   dict["norm"] = result.has_norm ? py::object(py::float_(result.norm)) : py::none();
   dict["finite"] = result.finite;
+  dict["note"] = result.note;
   dict["nonfinite"] = result.nonfinite ? py::object(DictOf(*result.nonfinite)) : py::none();
   return dict;
 }
@@ -156,6 +203,17 @@ py::dict ArenaDict(const ArenaStats& stats) {
   dict["outside_peak_bytes"] = stats.outside_peak_bytes;
   dict["kept"] = requests(stats.kept);
   dict["unforeseen"] = requests(stats.unforeseen);
+  return dict;
+}
+
+py::dict GraphDict(const GraphStats& stats) {
+  py::dict dict;
+  dict["on"] = stats.on;
+  dict["why_not"] = stats.why_not;
+  dict["graphs"] = stats.graphs;
+  dict["captures"] = stats.captures;
+  dict["replays"] = stats.replays;
+  dict["bytes"] = stats.bytes;
   return dict;
 }
 
@@ -237,6 +295,9 @@ PYBIND11_MODULE(_runtime, m) {
       .def(
           "arena_stats", [](const Executor& self) { return ArenaDict(self.ArenaStatistics()); },
           "What the arena of a step is, and what did not go through it.")
+      .def(
+          "graph_stats", [](const Executor& self) { return GraphDict(self.GraphStatistics()); },
+          "Whether micro-batches are device graphs or why not; graphs, captures, replays, bytes of inputs and outputs.")
       .def("workspaces", &Executor::Workspaces,
            "By phase and place of the op: bytes that its kernel takes inside, as learned.")
       .def(

@@ -163,6 +163,10 @@ void MemoryScope::SetCurrentOp(int32_t op) {
   tls.op = op;
 }
 
+int32_t MemoryScope::CurrentOp() {
+  return tls.on ? tls.op : -1;
+}
+
 int64_t MemoryScope::TakePeak() {
   return std::exchange(tls.recent_peak, live.load(std::memory_order_relaxed));
 }

@@ -43,6 +43,7 @@ class MemoryScope {
   static void Subtract(int64_t bytes);  // from any thread
   // What allocations are attributed to from now on.
   static void SetCurrentOp(int32_t op);
+  static int32_t CurrentOp();  // -1: no step runs in this thread
   static MemoryUse Use();
   // The highest live bytes since the last call (or the scope's begin).
   static int64_t TakePeak();

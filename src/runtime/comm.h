@@ -73,6 +73,8 @@ class Comm {
     int64_t bytes_sent = 0, bytes_received = 0, receive_buffer_peak_bytes = 0, calls = 0;
   };
   virtual Stats stats() const = 0;
+  // Operations have moved as much once more, as part of a device graph.
+  virtual void CountAgain(const Stats& /*more*/) {}
   virtual const AxisSpec& spec() const = 0;
 
   using Times = TransferTimes;

@@ -90,6 +90,7 @@ Status Executor::RunObserved(MicroBatches& micro_batches, int64_t step, DebugObs
   };
   if (recorder_.on()) return run(recorder_);
   if (arena_.learning()) return run(arena_);
+  if (graphs_.ready()) return run(graphs_);
   return run(NoObserver{});
 }
 
@@ -156,6 +157,7 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
     use_.peak_bytes = 0;
     use_.device_bytes = -1;
   }
+  graphs_.PlansRan();
   if (again) INTERLACE_TRY(RenewArena(/*moved=*/false));
   StepResult result = ResultOfStep();
   if (inspector) result.nonfinite = std::move(inspector->culprit);
@@ -171,6 +173,7 @@ StepResult Executor::ResultOfStep() {
   result.has_norm = frame.has_norm;
   result.norm = frame.norm;
   result.finite = !frame.has_norm || frame.finite;
+  result.note = graphs_.TakeNote();
   for (const auto& [name, tensors] : result.outputs) {
     for (const at::Tensor& tensor : tensors) {
       if (tensor.numel() == 1 && tensor.is_floating_point() && !std::isfinite(tensor.item<double>()))

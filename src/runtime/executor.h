@@ -6,6 +6,7 @@
 //
 //   StepRunner     the one loop over phases and ops        step_runner.h
 //   LearnedArena   the memory of a step                    learned_arena.h
+//   PhaseGraphs    whole micro-batches given to a device   phase_graphs.h
 //   MovingStates   states that lie in the tier             moving_states.h
 //   StepRecorder   what a recorded step did                step_recorder.h
 //   StateStore     what outlives a step                    state_store.h
@@ -26,6 +27,7 @@
 #include "runtime/learned_arena.h"
 #include "runtime/moving_states.h"
 #include "runtime/op_kernel.h"
+#include "runtime/phase_graphs.h"
 #include "runtime/plan.h"
 #include "runtime/recorder.h"
 #include "runtime/state_store.h"
@@ -40,6 +42,7 @@ struct StepResult {
   bool has_norm = false;
   bool finite = true;                    // the norm, and every scalar output
   std::optional<DebugRecord> nonfinite;  // debug runs: what first made a value that is not finite
+  std::string note;                      // why device graphs were turned off in this step
 };
 
 struct ExecutorStats {
@@ -99,6 +102,7 @@ class Executor {
   Place Where() const { return runner_.Where(); }
   ExecutorStats stats() const;
   ArenaStats ArenaStatistics() const { return arena_.Statistics(plans_, use_.peak_bytes); }
+  GraphStats GraphStatistics() const { return graphs_.Statistics(); }
   // nullptr: there is no arena.
   const MemoryPlan* memory_plan() const { return arena_.plan(); }
   // Bytes that kernels take inside, as learned: what PlanMemory needs beside the program to plan the same arena.
@@ -162,6 +166,7 @@ class Executor {
   bool on_heap_ = false;                // the program moves storages: memory of its steps comes from the page heap
   LearnedArena arena_{program_, geometry_, device_};
   StepRunner runner_;
+  PhaseGraphs graphs_{program_, device_};  // after what they use
   MovingStates moving_{program_, fixed_, geometry_};  // after runner_: what is under way ends before its memory does
   TraceMode trace_mode_ = TraceMode::kOff;
   StepRecorder recorder_{program_, comms_, arena_};

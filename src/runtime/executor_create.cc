@@ -175,10 +175,11 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
   if (!device_.is_cpu() && lanes_ == nullptr) lanes_ = std::make_shared<LaneStreams>(device_);
   recorder_.SetDevice(device_, lanes_);
   try {
-    return Prepare();
+    INTERLACE_TRY(Prepare());
   } catch (const std::exception& error) {
     return MakeError("cannot prepare the program: ", MessageOf(error));
   }
+  return graphs_.Decide(options_, comms_, arena_.on());
 }
 
 Status Executor::Prepare() {
@@ -209,6 +210,7 @@ Status Executor::RenewArena(bool moved) {
   const Status status = BuildArenaPlans(moved);
   if (status.ok()) return Ok{};
   arena_.TurnOff(status.error().ToString());
+  graphs_.TurnOff(status.error().ToString());
   runner_.ResetSlots(nullptr);
   INTERLACE_TRY(BuildPlans(/*keep_operands=*/false, plans_));
   return WithMemory(status.error());
@@ -264,6 +266,7 @@ Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
 Status Executor::BuildArenaPlans(bool moved) {
   StepScope scope(device_);
   try {
+    graphs_.Clear();
     plans_.clear();
     runner_.ResetSlots(nullptr);
     if (moved) {

@@ -59,8 +59,8 @@ void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span
 void NormPartial(const at::Tensor& flat, const at::Tensor& acc);
 // out (float64[3]) = {norm * scale, min(1, max_norm / (norm * scale + 1e-6)) or 1 when max_norm < 0, 1 if finite else
 // 0}, of gradients that are loss_scale times too large: the norm is of what they should be, and the coefficient makes
-// them that.
-void NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Tensor& out, double loss_scale = 1);
+// them that. Returned as well, in the host's memory: for them the host waits for a device, once.
+at::Tensor NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Tensor& out, double loss_scale = 1);
 
 // The bits of aten::embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq), written to
 // out. Returns false when the case is not covered (the caller then computes and copies).

@@ -153,7 +153,7 @@ void NormPartialAten(const at::Tensor& flat, const at::Tensor& acc) {
   }
 }
 
-void NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Tensor& out, double loss_scale) {
+at::Tensor NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Tensor& out, double loss_scale) {
   TORCH_INTERNAL_ASSERT(acc.is_contiguous() && acc.scalar_type() == at::kLong && acc.numel() == ExactSum::kLimbs,
                         "the norm's accumulator");
   TORCH_INTERNAL_ASSERT(out.is_contiguous() && out.scalar_type() == at::kDouble && out.numel() == 3,
@@ -170,7 +170,8 @@ void NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Te
   values[0] = norm;
   values[1] = coef / loss_scale;
   values[2] = std::isfinite(norm) ? 1 : 0;
-  if (!out.device().is_cpu()) out.copy_(result);
+  if (!out.device().is_cpu()) out.copy_(result, /*non_blocking=*/true);
+  return result;
 }
 
 }  // namespace interlace

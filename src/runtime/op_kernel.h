@@ -29,12 +29,18 @@ namespace interlace {
 
 class Cubins;
 
+// Micro-batches as device graphs (phase_graphs.h): never, where they can be, or an error where they cannot.
+enum class DeviceGraphs : uint8_t { kOff, kAuto, kOn };
+class DeviceGraph;
+
 struct RuntimeOptions {
   bool keyed_random = true;  // false: torch's default generator in program order
   uint64_t seed = 0;
   bool debug = false;           // examine every floating result; slow
   bool trace_memory = false;    // remember the live bytes at every op of the last step
   bool arena = true;            // one arena for what comes and goes in a step (arena.h); not in debug runs
+  DeviceGraphs device_graphs = DeviceGraphs::kOff;
+  std::function<std::unique_ptr<DeviceGraph>()> make_graph;  // for devices of which torch's registry has none
   bool captured_here = false;   // the program is of a model, not of a file: its operators are not looked at as closely
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
   std::string tier;             // folder of the file tier, for what goes out of memory; empty: none

@@ -7,6 +7,7 @@
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
 #include "runtime/op_kernel.h"
+#include "runtime/stream.h"
 
 namespace interlace {
 
@@ -37,6 +38,7 @@ struct StartKernel final : KernelData {
   // Of a reduction with replicas: on the grid of all its ranks, or (no grid) `comm` along the row and then `column`.
   RankGrid grid;
   Comm* column = nullptr;
+  std::shared_ptr<LaneStreams> lanes;
   std::vector<Item> items;
   std::string label;
   at::Tensor receive_buffer;
@@ -80,22 +82,26 @@ struct StartKernel final : KernelData {
     }
     if (collective == Collective::kReduce) OfferReceiveBuffer();
     Result<Ticket> ticket =
-        collective == Collective::kGather ? comm->StartGather(std::move(sources), std::move(results), label)
-        : grid.within.empty()             ? comm->StartReduce(std::move(sources), std::move(results), label)
-                                          : comm->StartGridReduce(std::move(sources), std::move(results), grid, label);
+        collective == Collective::kGather ? comm->StartGather(sources, std::move(results), label)
+        : grid.within.empty()             ? comm->StartReduce(sources, std::move(results), label)
+                                          : comm->StartGridReduce(sources, std::move(results), grid, label);
     if (column != nullptr) {
       if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
-      return ReduceAlongColumn(frame, *ticket);
+      return ReduceAlongColumn(frame, *ticket, sources);
     }
     const int32_t index = Record(frame, comm, std::move(ticket));
     for (const Item& item : items) frame.transfer_of[item.result] = index;
   }
 
-  // On a device the wait for the row is one of the stream, not of this thread.
-  void ReduceAlongColumn(Frame& frame, Ticket row) {
+  // On a device neither this thread nor the compute stream waits for the row, but a stream of the lane, behind which
+  // the column begins. The row's sources are then still read: they stay until the column has been waited for.
+  void ReduceAlongColumn(Frame& frame, Ticket row, const std::vector<at::Tensor>& sources) {
+    std::optional<OnStream> aside;
+    if (lanes != nullptr) aside.emplace(*lanes, Lane::kReduce);
     ThrowIfError(comm->Wait(row));
     for (const Item& item : items) {
       frame.transfer_of[item.result] = Record(frame, column, column->StartAllReduce(frame.slots[item.result], label));
+      frame.transfers.back().landed = [sources] {};
     }
   }
 };
@@ -152,6 +158,7 @@ Status JoinReplicas(const BuildContext& context, const Op& op, const Unit& unit,
     return Ok{};
   }
   kernel.column = column->second;
+  kernel.lanes = context.lanes;
   return Ok{};
 }
 

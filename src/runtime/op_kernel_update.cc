@@ -37,9 +37,7 @@ struct NormCoefKernel final : KernelData {
   void Run(Frame& frame) {
     at::Tensor out = place.defined() ? place : Allocate(*geometry, frame.device, true);
     const double too_large = loss_scale == kNone ? 1 : frame.slots[loss_scale].item<double>();
-    NormCoef(frame.slots[operand], max_norm, scale, out, too_large);
-    const at::Tensor host =
-        frame.device.is_cpu() ? out : out.to(c10::kCPU);  // elsewhere: the step's one wait for the device
+    const at::Tensor host = NormCoef(frame.slots[operand], max_norm, scale, out, too_large);
     const double* numbers = host.const_data_ptr<double>();
     frame.has_norm = true;
     frame.norm = numbers[0];

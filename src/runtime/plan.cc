@@ -27,45 +27,58 @@ void ForEachTouched(const Program& program, const Op& op, F&& f) {
 }
 
 // Puts the kernels of copy lanes on their streams, and makes later users of a storage that such a lane touched wait for
-// it. Each lane, and the compute stream, begins a phase with waiting for what the phases before left under way.
+// it. At the beginning of a phase that may be any lane that touches it somewhere in the program; and what the phase
+// before handed on under another name, where lanes touch such values, waits for all that lanes were given.
 class LanePlacer {
  public:
   explicit LanePlacer(const BuildContext& context)
       : program_(context.program), device_(context.device), streams_(context.lanes) {
     for (const Phase& phase : program_.phases) {
       for (OpId id : phase.ops) {
-        if (HasOwnStream(LaneOf(program_.op(id)), device_)) left_.insert(LaneOf(program_.op(id)));
+        const Op& op = program_.op(id);
+        if (!HasOwnStream(op, device_)) continue;
+        lanes_.insert(LaneOf(op));
+        ForEachTouched(program_, op, [&](ValueId value) { busy_[program_.RootOf(value)].insert(LaneOf(op)); });
       }
     }
+    bool handed_on = false;
+    for (const Phase& phase : program_.phases) {
+      for (ValueId id : phase.Outgoing()) handed_on = handed_on || busy_.contains(program_.RootOf(id));
+    }
+    if (!handed_on) return;
+    for (ValueId id : context.phase.Incoming()) incoming_.insert(program_.RootOf(id));
   }
 
   Kernel Place(Kernel kernel, const Op& op) {
     if (kernel.run == nullptr) return kernel;  // a view of something fixed: whoever uses it waits
     const Lane lane = LaneOf(op);
-    const bool own = HasOwnStream(lane, device_);
-    std::set<Lane> before;
-    if (caught_up_.insert(own ? lane : Lane::kCompute).second) before = left_;
-    std::vector<ValueId> touched;
-    ForEachTouched(program_, op, [&](ValueId id) { touched.push_back(id); });
-    for (ValueId id : touched) {
-      std::set<Lane>& busy = busy_[program_.RootOf(id)];
-      before.insert(busy.begin(), busy.end());
-      if (!own) busy.clear();
+    const bool own = HasOwnStream(op, device_);
+    LaneUses after;
+    std::vector<ValueId> touched, roots;
+    ForEachTouched(program_, op, [&](ValueId id) {
+      const ValueId root = program_.RootOf(id);
+      touched.push_back(id);
+      roots.push_back(root);
+      std::set<Lane>& busy = busy_[root];
+      for (Lane other : busy) {
+        if (!own || other != lane) after.emplace_back(other, root);
+      }
+      for (Lane other : lanes_) {
+        if (incoming_.contains(root) && (!own || other != lane)) after.emplace_back(other, kNone);
+      }
+      if (!own) busy.clear(), incoming_.erase(root);
       if (own) busy.insert(lane);
-    }
-    if (own) {
-      before.erase(lane);
-      return OnLane(std::move(kernel), lane, {before.begin(), before.end()}, std::move(touched), streams_);
-    }
-    return AfterLanes(std::move(kernel), {before.begin(), before.end()}, streams_);
+    });
+    if (own) return OnLane(std::move(kernel), lane, std::move(after), std::move(touched), std::move(roots), streams_);
+    return AfterLanes(std::move(kernel), std::move(after), streams_);
   }
 
  private:
   const Program& program_;
   c10::Device device_;
   std::shared_ptr<LaneStreams> streams_;
-  std::set<Lane> left_;                               // lanes with streams of their own
-  std::set<Lane> caught_up_;                          // those, and kCompute, that have waited for all of left_
+  std::set<Lane> lanes_;                              // with streams of their own
+  std::set<ValueId> incoming_;                        // roots of what was handed on, until compute has waited
   std::unordered_map<ValueId, std::set<Lane>> busy_;  // by root: lanes that touched it since compute last waited
 };
 

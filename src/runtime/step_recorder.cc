@@ -181,7 +181,7 @@ void StepRecorder::RunOnDevice(const Instruction& at, Frame& frame, OpSample& sa
   for (size_t i = first; alone && i < frame.transfers.size(); ++i) FinishTransfer(frame.transfers[i]);
   sample.cpu_ns = NanosOf(CLOCK_THREAD_CPUTIME_ID) - cpu;
   if (serial) lanes_->Join();
-  const bool aside = !serial && HasOwnStream(LaneOf(op), device_);
+  const bool aside = !serial && HasOwnStream(op, device_);
   marks.end = aside ? times_->MarkOn(lanes_->For(LaneOf(op))) : times_->Mark();
   marks_.push_back(marks);
 }

@@ -6,6 +6,7 @@
 //   StepRecorder    takes times and bytes                         step_recorder.h
 //   Inspection      looks at what results hold, may stop          debug.h
 //   PendingStates   brings states into memory and back out        moving_states.h
+//   PhaseGraphs     gives whole phases to the device at once      phase_graphs.h
 #pragma once
 
 #include <atomic>
@@ -27,7 +28,8 @@
 namespace interlace {
 
 struct NoObserver {
-  static constexpr bool kServed = true;  // the arena may serve what kernels ask for
+  static constexpr bool kServed = true;   // the arena may serve what kernels ask for
+  static constexpr bool kGraphs = false;  // runs phases itself: RunPhase(runner, plan)
   void BeginPhase(const Plan&, const PlanVariant* /*of the arena, or nullptr*/, size_t /*micro_batch*/) {}
   bool Skips(const Instruction&) const { return false; }
   Status Before(const Instruction&) { return Ok{}; }
@@ -50,6 +52,7 @@ class StepRunner {
   Frame frame;
 
   void SetComms(const std::map<std::string, std::shared_ptr<Comm>>& comms);
+  const std::vector<std::shared_ptr<Comm>>& comms() const { return comms_; }
   void SetRandom(std::unique_ptr<KeyedRandom> random);
   // Puts the slots back to what is fixed: `of_turn` in the arena, nullptr without one.
   void ResetSlots(const std::vector<std::vector<at::Tensor>>* of_turn);
@@ -74,15 +77,15 @@ class StepRunner {
     std::string op, units, module;  // the op's text; "u3 u4"; a module path. Empty: no op yet
   };
   Place Where() const;
+  void AtOp(OpId op) {
+    at_op_.store(op, std::memory_order_relaxed);
+    MemoryScope::SetCurrentOp(op);
+  }
 
  private:
   Error OpFailure(OpId op, const std::string& what) const;
   Error KeptBlock(OpId op) const;
   void UseTurn(int32_t turn);
-  void AtOp(OpId op) {
-    at_op_.store(op, std::memory_order_relaxed);
-    MemoryScope::SetCurrentOp(op);
-  }
   // Around a run: what it takes, and loads of its micro-batch, into its slots; what it gives and saves out of them.
   Status EnterPhase(const Phase& phase, const PlanVariant* variant, size_t micro_batch);
   void LeavePhase(const Phase& phase, const PlanVariant* variant, size_t micro_batch);
@@ -175,7 +178,11 @@ Status StepRunner::RunStep(const std::vector<Plan>& plans, const MemoryPlan* are
       if (takes_inputs) INTERLACE_TRY(BindInputs(micro_batches, micro_batch, uses));
       for (ValueId id : plan.unused) frame.slots[id].reset();
       observer.BeginPhase(plan, variant, micro_batch);
-      INTERLACE_TRY(RunPhase(plan, observer));
+      if constexpr (Observer::kGraphs) {
+        INTERLACE_TRY(observer.RunPhase(*this, plan));
+      } else {
+        INTERLACE_TRY(RunPhase(plan, observer));
+      }
       if (observer.stopped()) return Ok{};
       LeavePhase(phase, variant, micro_batch);
     }

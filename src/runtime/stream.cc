@@ -1,5 +1,8 @@
 #include "runtime/stream.h"
 
+#include "ir/op_table.h"
+#include "ir/residency.h"
+
 namespace interlace {
 
 namespace {
@@ -7,23 +10,21 @@ namespace {
 struct LaneKernel final : KernelData {
   Kernel inner;
   Lane lane;
-  std::vector<Lane> after;
-  std::vector<ValueId> touched;
+  LaneUses after;
+  std::vector<ValueId> touched, roots;
   std::shared_ptr<LaneStreams> streams;
   void Run(Frame& frame) {
     const c10::Stream own = streams->For(lane), compute = streams->Compute();
     streams->AfterCompute(lane);
-    for (Lane other : after) streams->After(lane, other);
-    streams->Give(lane);
+    for (const auto& [other, root] : after) streams->After(lane, other, root);
     for (ValueId id : touched) {
       if (frame.slots[id].defined()) streams->Keep(frame.slots[id], own);
     }
-    struct Restore {
-      const c10::impl::VirtualGuardImpl& guard;
-      c10::Stream stream;
-      ~Restore() { guard.exchangeStream(stream); }
-    } restore{streams->guard(), streams->guard().exchangeStream(own)};
-    inner.run(inner.data.get(), frame);
+    {
+      const OnStream here(*streams, lane);
+      inner.run(inner.data.get(), frame);
+    }
+    streams->Given(lane, roots);
     for (ValueId id : touched) {
       if (frame.slots[id].defined()) streams->Keep(frame.slots[id], compute);
     }
@@ -32,18 +33,18 @@ struct LaneKernel final : KernelData {
 
 struct AfterKernel final : KernelData {
   Kernel inner;
-  std::vector<Lane> lanes;
+  LaneUses after;
   std::shared_ptr<LaneStreams> streams;
   void Run(Frame& frame) {
-    for (Lane lane : lanes) streams->After(Lane::kCompute, lane);
+    for (const auto& [lane, root] : after) streams->After(Lane::kCompute, lane, root);
     inner.run(inner.data.get(), frame);
   }
 };
 
 }  // namespace
 
-bool HasOwnStream(Lane lane, c10::Device device) {
-  return !device.is_cpu() && (lane == Lane::kH2D || lane == Lane::kD2H || lane == Lane::kFile);
+bool HasOwnStream(const Op& op, c10::Device device) {
+  return !device.is_cpu() && IsStart(op) && MoveOf(op) != nullptr && !IsClean(op) && !IsFresh(op);
 }
 
 c10::Stream LaneStreams::For(Lane lane) {
@@ -56,21 +57,37 @@ void LaneStreams::AfterCompute(Lane lane) {
   Order(For(lane), Compute());
 }
 
-void LaneStreams::After(Lane waiter, Lane on) {
-  if (const c10::Stream compute = Compute(); waiter == Lane::kCompute && compute != compute_) {
-    compute_ = compute;  // the caller's, and another one than in the last step
-    known_[Index(waiter)] = {};
-  }
+void LaneStreams::After(Lane waiter, Lane on, ValueId root) {
+  if (root != kNone && touched_.size() <= static_cast<size_t>(root)) return;
+  const uint64_t number = root == kNone ? given_[Index(on)] : touched_[root][Index(on)];
   uint64_t& known = known_[Index(waiter)][Index(on)];
-  if (known == given_[Index(on)]) return;
-  known = given_[Index(on)];
-  Order(waiter == Lane::kCompute ? Compute() : For(waiter), For(on));
+  const size_t since = given_[Index(on)] - number;
+  std::deque<c10::Event>& over = over_[Index(on)];
+  if (known >= number || since >= over.size()) return;  // joined: a lane comes after what compute has waited for
+  known = number;
+  over[over.size() - 1 - since].block(waiter == Lane::kCompute ? Compute() : For(waiter));
+}
+
+void LaneStreams::Given(Lane lane, const std::vector<ValueId>& roots) {
+  const uint64_t number = ++given_[Index(lane)];
+  over_[Index(lane)].emplace_back(device_.type()).record(For(lane));
+  for (ValueId root : roots) {
+    if (touched_.size() <= static_cast<size_t>(root)) touched_.resize(root + 1);
+    touched_[root][Index(lane)] = number;
+  }
 }
 
 void LaneStreams::Join() {
-  for (size_t lane = 0; lane < streams_.size(); ++lane) {
-    if (streams_[lane]) After(Lane::kCompute, static_cast<Lane>(lane));
+  if (const c10::Stream compute = Compute(); compute != compute_) {
+    compute_ = compute;  // the caller's, and another one than in the last step
+    known_[Index(Lane::kCompute)] = {};
   }
+  for (size_t lane = 0; lane < streams_.size(); ++lane) {
+    uint64_t& known = known_[Index(Lane::kCompute)][lane];
+    if (std::exchange(known, given_[lane]) != given_[lane]) Order(compute_, *streams_[lane]);
+    over_[lane].clear();
+  }
+  touched_.clear();
 }
 
 void LaneStreams::Order(c10::Stream waiter, c10::Stream on) {
@@ -79,7 +96,7 @@ void LaneStreams::Order(c10::Stream waiter, c10::Stream on) {
   event.block(waiter);
 }
 
-Kernel OnLane(Kernel kernel, Lane lane, std::vector<Lane> after, std::vector<ValueId> touched,
+Kernel OnLane(Kernel kernel, Lane lane, LaneUses after, std::vector<ValueId> touched, std::vector<ValueId> roots,
               std::shared_ptr<LaneStreams> streams) {
   if (kernel.run == nullptr) return kernel;
   auto data = std::make_unique<LaneKernel>();
@@ -87,15 +104,16 @@ Kernel OnLane(Kernel kernel, Lane lane, std::vector<Lane> after, std::vector<Val
   data->lane = lane;
   data->after = std::move(after);
   data->touched = std::move(touched);
+  data->roots = std::move(roots);
   data->streams = std::move(streams);
   return MakeKernel(std::move(data));
 }
 
-Kernel AfterLanes(Kernel kernel, std::vector<Lane> lanes, std::shared_ptr<LaneStreams> streams) {
-  if (kernel.run == nullptr || lanes.empty()) return kernel;
+Kernel AfterLanes(Kernel kernel, LaneUses after, std::shared_ptr<LaneStreams> streams) {
+  if (kernel.run == nullptr || after.empty()) return kernel;
   auto data = std::make_unique<AfterKernel>();
   data->inner = std::move(kernel);
-  data->lanes = std::move(lanes);
+  data->after = std::move(after);
   data->streams = std::move(streams);
   return MakeKernel(std::move(data));
 }

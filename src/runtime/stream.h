@@ -6,9 +6,9 @@
 //                     │ event              ▲ event
 //   h2d     ──────────┴──copy──────────────┘
 //
-// All programs of a trainer share one set of streams: a copy that one phase, step or program started is known to the
-// next. At the end of a step the compute stream waits for every lane, so that whoever reads or frees between steps
-// needs no stream but the current one. A wait for a lane that was given nothing since the last one is left out.
+// Whoever uses a storage waits for the last kernel of each other lane that touched it in this step, and for none that
+// the lane was given later. At the end of a step the compute stream waits for every lane, so that the next one, of
+// whatever program, and whoever reads or frees between steps need no stream but the current one.
 //
 // On CPUs there are no streams and nothing of this is used.
 #pragma once
@@ -19,16 +19,19 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "runtime/op_kernel.h"
 
 namespace interlace {
 
-// Whether ops of this lane run on a stream of their own on this device.
-bool HasOwnStream(Lane lane, c10::Device device);
+// Whether an op runs on a stream of its lane on this device: a copy. What copies nothing, waits among it, stays on the
+// compute stream: on a lane it would stand behind other copies, and its users with it.
+bool HasOwnStream(const Op& op, c10::Device device);
 
 class LaneStreams {
  public:
@@ -37,11 +40,12 @@ class LaneStreams {
   c10::Stream Compute() const { return guard_.getStream(device_); }
   // Makes a lane's stream wait for all that the compute stream has been given so far, ...
   void AfterCompute(Lane lane);
-  // ... `waiter`, a lane's or kCompute, for all that the lane `on` has been given.
-  void After(Lane waiter, Lane on);
-  // The lane is given something.
-  void Give(Lane lane) { ++given_[Index(lane)]; }
-  // The compute stream waits for every lane.
+  // ... `waiter`, a lane's or kCompute, for what the lane `on` has done in the step with the storage of this root, or
+  // (kNone) with any.
+  void After(Lane waiter, Lane on, ValueId root);
+  // The lane was given a kernel that touches these storages.
+  void Given(Lane lane, const std::vector<ValueId>& roots);
+  // The compute stream waits for every lane; a step ends.
   void Join();
   // Tells the allocator that `tensor`'s memory is also used on `stream`.
   void Keep(const at::Tensor& tensor, c10::Stream stream) {
@@ -52,20 +56,39 @@ class LaneStreams {
  private:
   static size_t Index(Lane lane) { return static_cast<size_t>(lane); }
   void Order(c10::Stream waiter, c10::Stream on);
+  using ByLane = std::array<uint64_t, kLaneCount>;
 
   c10::Device device_;
   c10::impl::VirtualGuardImpl guard_;
   c10::Stream compute_;
   std::array<std::optional<c10::Stream>, kLaneCount> streams_;        // by lane
-  std::array<uint64_t, kLaneCount> given_{};                          // by lane: how many kernels
-  std::array<std::array<uint64_t, kLaneCount>, kLaneCount> known_{};  // by waiter and lane: those it has waited for
+  ByLane given_{};                                                    // by lane: how many kernels
+  std::array<std::deque<c10::Event>, kLaneCount> over_;               // of the last of them: those of this step
+  std::array<ByLane, kLaneCount> known_{};                            // by waiter and lane: those it has waited for
+  std::vector<ByLane> touched_;                                       // by root: the last that did, in this step
 };
 
-// Runs `kernel` on its lane's stream after everything the compute stream and the lanes `after` were given; `touched`
-// are the values it reads and writes.
-Kernel OnLane(Kernel kernel, Lane lane, std::vector<Lane> after, std::vector<ValueId> touched,
+// While it lives, a lane's stream is the current one.
+class OnStream {
+ public:
+  OnStream(LaneStreams& streams, Lane lane)
+      : guard_(streams.guard()), outer_(guard_.exchangeStream(streams.For(lane))) {}
+  ~OnStream() { guard_.exchangeStream(outer_); }
+  OnStream(const OnStream&) = delete;
+  OnStream& operator=(const OnStream&) = delete;
+
+ private:
+  const c10::impl::VirtualGuardImpl& guard_;
+  c10::Stream outer_;
+};
+
+// A lane, and the root of a storage that it may have touched.
+using LaneUses = std::vector<std::pair<Lane, ValueId>>;
+// Runs `kernel` on its lane's stream after everything the compute stream was given, and what other lanes did with the
+// storages of `after`; `touched` are the values it reads and writes, `roots` theirs.
+Kernel OnLane(Kernel kernel, Lane lane, LaneUses after, std::vector<ValueId> touched, std::vector<ValueId> roots,
               std::shared_ptr<LaneStreams> streams);
-// Runs `kernel` on the compute stream after everything these lanes were given.
-Kernel AfterLanes(Kernel kernel, std::vector<Lane> lanes, std::shared_ptr<LaneStreams> streams);
+// Runs `kernel` on the compute stream after what lanes did with these storages.
+Kernel AfterLanes(Kernel kernel, LaneUses after, std::shared_ptr<LaneStreams> streams);
 
 }  // namespace interlace

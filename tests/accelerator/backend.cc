@@ -18,6 +18,7 @@
 namespace soft {
 
 void BindGroup(pybind11::module& m);
+void BindPace(pybind11::module_& m);
 
 namespace {
 
@@ -125,11 +126,13 @@ void Generator::set_state(const c10::TensorImpl& state) {
   std::memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);
 }
 
-// For what stands in for CUDA's driver (cuda_driver.cc), a library of its own: an op of a stream, and where bytes lie.
+// For what stands in for CUDA's driver (cuda_driver.cc), a library of its own: an op of a stream, which may run many times
+// where it is captured, and where bytes lie.
 extern "C" __attribute__((visibility("default"))) void soft_enqueue(int stream, const char* name, const Access* touched,
-                                                                   size_t count, void (*run)(void*), void* data) {
-  Engine::Get().Enqueue(stream, name, {touched, touched + count}, [run, data] {
-    run(data);
+                                                                   size_t count, void (*run)(void*),
+                                                                   void (*drop)(void*), void* data) {
+  Engine::Get().Enqueue(stream, name, {touched, touched + count}, [run, held = std::shared_ptr<void>(data, drop)] {
+    run(held.get());
     return true;
   });
 }
@@ -153,11 +156,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fail", [](const std::string& text) { Engine::Get().Fail(text); });
   m.def("own_seconds", &OwnTime::seconds, "Time that this thread has spent in the device's own code.");
   m.def("executed", [] { return Engine::Get().executed(); });
+  m.def("issued", [] { return Engine::Get().issued(); }, "Ops, records and waits that the host has given; a replay is one.");
   m.def("waits", [] { return Engine::Get().waits(); }, "How often the host has waited for something.");
   m.def("count", [] { return Engine::Get().reports() + HostTouches(); }, "Reports of the order checker so far.");
   m.def("reports", [] { return Engine::Get().TakeReports(); });
   m.def("host_touches", &HostTouches, "Accesses of the host to pinned memory whose copy it had not waited for.");
   BindGroup(m);
+  BindPace(m);
 }
 
 }  // namespace soft

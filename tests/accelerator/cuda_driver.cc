@@ -67,7 +67,7 @@ std::map<std::pair<std::string, std::string>, int> failing;  // by call and regi
 std::string launches, faults;                                // a line each
 int capability = 90;
 thread_local void* context = nullptr;
-void (*enqueue)(int, const char*, const Access*, size_t, void (*)(void*), void*) = nullptr;
+void (*enqueue)(int, const char*, const Access*, size_t, void (*)(void*), void (*)(void*), void*) = nullptr;
 void* (*real)(const void*) = nullptr;
 
 int Planted(const char* call, const std::string& key = "") {
@@ -83,9 +83,10 @@ int Fault(const Kernel& kernel, const std::string& text) {
 }
 
 void RunJob(void* data) {
-  const std::unique_ptr<Job> job(static_cast<Job*>(data));
+  auto* const job = static_cast<Job*>(data);
   job->run(job->pointers.data());
 }
+void DropJob(void* data) { delete static_cast<Job*>(data); }
 
 // All of the region's launches are there: what it computes becomes an op of the stream.
 int Compute(const Kernel& last, const Region& region, const Going& state, void* stream) {
@@ -106,7 +107,7 @@ int Compute(const Kernel& last, const Region& region, const Going& state, void* 
   }
   job->pointers.push_back(job->scratch.data() + 64 - reinterpret_cast<uintptr_t>(job->scratch.data()) % 64);
   enqueue(static_cast<int>(reinterpret_cast<intptr_t>(stream)), "a compiled region", touched.data(), touched.size(),
-          &RunJob, job.release());
+          &RunJob, &DropJob, job.release());
   return kOk;
 }
 

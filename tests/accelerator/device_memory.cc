@@ -1,5 +1,6 @@
 // Device memory: blocks belong to the stream that was current when they were taken and are at once reusable on it; a freed
 // block is filled with NaN before the op that may reuse it. recordStream delays the return until events there are over.
+// Blocks taken while a stream is captured belong to the graph's pool (graph.h) and are reused by its captures alone.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <sys/mman.h>
 
@@ -7,8 +8,10 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "engine.h"
+#include "graph.h"
 #include "memory.h"
 
 namespace soft {
@@ -22,6 +25,7 @@ struct Block {
   char* at;
   size_t bytes;  // rounded
   int stream;
+  uint64_t pool;  // 0: of no graph
   std::set<int> used_on;
 };
 
@@ -34,12 +38,13 @@ class DeviceMemory final : public c10::DeviceAllocator {
     const size_t bytes = (n + kRound - 1) / kRound * kRound;
     std::lock_guard lock(mutex_);
     const int stream = CurrentStream();
+    const uint64_t pool = Engine::Get().PoolOf(stream);
     ReturnPending();
-    Block* block = TakeFrom(stream, bytes);
+    Block* block = TakeFrom(pool, stream, bytes);
     if (block == nullptr) {
       TORCH_CHECK_WITH(OutOfMemoryError, live_bytes_ + bytes <= capacity_, "soft device out of memory. Tried to allocate ",
                        bytes, " bytes; ", live_bytes_, " of ", capacity_, " are allocated");
-      block = NewBlock(stream, bytes);
+      block = NewBlock(pool, stream, bytes);
     }
     live_[block->at] = block;
     live_bytes_ += bytes;
@@ -58,9 +63,12 @@ class DeviceMemory final : public c10::DeviceAllocator {
     live_bytes_ -= block->bytes;
     stats_.allocated_bytes[0].decrease(static_cast<int64_t>(block->bytes));
     stats_.allocation[0].decrease(1);
-    if (block->used_on.empty()) return Return(block);
+    const uint64_t captured = Engine::Get().PoolOf(block->stream);
+    if (block->pool != 0 && (captured != block->pool || !block->used_on.empty())) return retired_.push_back(block);
+    if (block->used_on.empty() && captured == block->pool) return Return(block);
     std::vector<EventPtr> events;
     for (int stream : block->used_on) {
+      if (Engine::Get().PoolOf(stream) != 0) continue;  // what a graph does with it is its owner's affair
       events.push_back(std::make_shared<Event>());
       Engine::Get().Record(events.back(), stream);
     }
@@ -106,31 +114,50 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void Trim() {  // the device is idle
     std::lock_guard lock(mutex_);
     ReturnPending();
-    for (auto& [key, pool] : pools_) {
-      for (Block* block : pool) {
-        Engine::Get().FlushBeforeNext(block->stream);
-        Engine::Get().Synchronize(block->stream);
-        Engine::Get().Forget(block->at, block->at + block->bytes);
-        madvise(Real(block->at), block->bytes, MADV_DONTNEED);
-        idle_[block->bytes].push_back(block->at);
-        delete block;
-      }
+    Drop(0);
+  }
+  void Release(uint64_t pool) {  // the device is idle
+    std::lock_guard lock(mutex_);
+    Drop(pool);
+    std::erase_if(retired_, [&](Block* block) {
+      if (block->pool != pool) return false;
+      GiveBack(block);
+      return true;
+    });
+    for (auto& [at, block] : live_) {
+      if (block->pool == pool) block->pool = 0;
     }
-    pools_.clear();
   }
   static void Delete(void* p);
 
  private:
   // What was freed last comes first.
-  Block* TakeFrom(int stream, size_t bytes) {
-    auto& pool = pools_[{stream, bytes}];
-    if (pool.empty()) return nullptr;
-    Block* block = pool.back();
-    pool.pop_back();
+  Block* TakeFrom(uint64_t pool, int stream, size_t bytes) {
+    auto& blocks = pools_[{pool, stream, bytes}];
+    if (blocks.empty()) return nullptr;
+    Block* block = blocks.back();
+    blocks.pop_back();
     Engine::Get().FlushBeforeNext(stream);
     return block;
   }
-  Block* NewBlock(int stream, size_t bytes) {
+  void Drop(uint64_t pool) {
+    std::erase_if(pools_, [&](auto& entry) {
+      if (std::get<0>(entry.first) != pool) return false;
+      for (Block* block : entry.second) {
+        Engine::Get().FlushBeforeNext(block->stream);
+        Engine::Get().Synchronize(block->stream);
+        GiveBack(block);
+      }
+      return true;
+    });
+  }
+  void GiveBack(Block* block) {
+    Engine::Get().Forget(block->at, block->at + block->bytes);
+    madvise(Real(block->at), block->bytes, MADV_DONTNEED);
+    idle_[block->bytes].push_back(block->at);
+    delete block;
+  }
+  Block* NewBlock(uint64_t pool, int stream, size_t bytes) {
     char* at = nullptr;
     if (auto& idle = idle_[bytes]; !idle.empty()) {
       at = idle.back();
@@ -140,11 +167,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
       at = TheSpace().device + top_;
       top_ += bytes;
     }
-    Engine::Get().Enqueue(stream, "poison of a new block", {{at, at + bytes, true}}, [at, bytes] {
+    Engine::Get().EnqueueBeforeNext(stream, "poison of a new block", {at, at + bytes, true}, [at, bytes] {
       std::memset(Real(at), kPoison, bytes);
       return true;
     });
-    return new Block{at, bytes, stream, {}};
+    return new Block{at, bytes, stream, pool, {}};
   }
   void Return(Block* block) {
     char* at = block->at;
@@ -153,11 +180,12 @@ class DeviceMemory final : public c10::DeviceAllocator {
       std::memset(Real(at), kPoison, bytes);
       return true;
     });
-    pools_[{block->stream, bytes}].push_back(block);
+    pools_[{block->pool, block->stream, bytes}].push_back(block);
   }
   void ReturnPending() {
     std::erase_if(pending_, [this](auto& entry) {
       auto& [block, events] = entry;
+      if (Engine::Get().PoolOf(block->stream) != 0) return false;  // its poison is not the graph's
       for (const EventPtr& e : events) {
         if (!Engine::Get().Query(e, /*teach=*/false)) return false;
       }
@@ -169,10 +197,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   std::mutex mutex_;
   size_t top_ = 0, live_bytes_ = 0, capacity_ = kSpace;
-  std::map<std::pair<int, size_t>, std::vector<Block*>> pools_;  // by stream and bytes
+  std::map<std::tuple<uint64_t, int, size_t>, std::vector<Block*>> pools_;  // by graphs' pool, stream and bytes
   std::map<size_t, std::vector<char*>> idle_;                    // addresses that nobody has, by bytes
   std::map<char*, Block*> live_;
   std::vector<std::pair<Block*, std::vector<EventPtr>>> pending_;
+  std::vector<Block*> retired_;  // of graphs' pools: freed where no later op of the capture may take them
   c10::CachingDeviceAllocator::DeviceStats stats_;
 };
 
@@ -195,6 +224,7 @@ c10::Allocator* AskedAllocator() {
   static const bool own = hook != nullptr && hook[0] == '0';
   return own ? &TheMemory() : c10::GetAllocator(c10::kPrivateUse1);
 }
+void ReleasePool(uint64_t pool) { TheMemory().Release(pool); }
 void SetCapacity(size_t bytes) { TheMemory().SetCapacity(bytes); }
 void ReleaseIdle() {
   Engine::Get().SynchronizeAll();

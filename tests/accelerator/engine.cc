@@ -65,11 +65,16 @@ void Engine::Start() {
   for (int i = 0; i < kWorkers; ++i) std::thread([this] { Work(); }).detach();
 }
 
+void Engine::SetPace(std::unique_ptr<Pace> pace) {
+  if (!pace_) SynchronizeAll();  // what paced devices have not done is nothing
+  pace_ = std::move(pace);
+}
+
 void Engine::SetMode(const Mode& mode) {
-  SynchronizeAll();
-  Lock lock(mutex_);
   TORCH_CHECK(mode.name == "free" || mode.name == "lockstep" || mode.name == "starve" || mode.name == "nothing",
-              "no mode \"", mode.name, "\": free, lockstep, starve, nothing");
+              "no mode \"", mode.name, "\": free, lockstep, starve, nothing; for paced call pace()");
+  SetPace(nullptr);
+  Lock lock(mutex_);
   mode_ = mode;
   nothing_ = mode.name == "nothing";
   priority_.clear();
@@ -228,10 +233,16 @@ void Engine::Push(int stream, Op op, Lock& lock) {
 }
 
 void Engine::Issue(int stream, const char* name, const std::vector<Access>& touched, Run run, Lock& lock) {
+  if (const int index = Captured(stream); index >= 0) {
+    return Note(index, name, touched, [shared = std::make_shared<Run>(std::move(run))] {
+      return Run([shared] { return (*shared)(); });
+    });
+  }
   Stream& s = streams_.at(static_cast<size_t>(stream));
   s.clock.Join(host_);
   const uint64_t seq = ++s.issued;
   s.clock.Set(stream, seq);
+  ++issued_;
   if (nothing_) return Push(stream, {name, nullptr, seq, nullptr, nullptr, 0}, lock);
   order_.Check(stream, seq, s.clock, name, touched, [this](const std::string& text) {
     ++count_;
@@ -240,39 +251,80 @@ void Engine::Issue(int stream, const char* name, const std::vector<Access>& touc
   Push(stream, {name, std::move(run), seq, nullptr, nullptr, 0}, lock);
 }
 
-void Engine::Enqueue(int stream, const char* name, std::vector<Access> touched, Run run) {
-  Lock lock(mutex_);
+void Engine::IssueLater(int stream, Lock& lock) {
   for (Later& l : std::exchange(streams_.at(static_cast<size_t>(stream)).later, {}))
     Issue(stream, l.name, {l.touched}, std::move(l.run), lock);
+}
+
+void Engine::Enqueue(int stream, const char* name, std::vector<Access> touched, Run run) {
+  if (pace_) {
+    pace_->Work(stream);
+    return;
+  }
+  Lock lock(mutex_);
+  IssueLater(stream, lock);
   Issue(stream, name, touched, std::move(run), lock);
 }
 
+void Engine::EnqueueEach(int stream, const char* name, std::vector<Access> touched, Make make) {
+  Lock lock(mutex_);
+  IssueLater(stream, lock);
+  const int index = Captured(stream);
+  if (index >= 0) return Note(index, name, std::move(touched), std::move(make));
+  Issue(stream, name, touched, make(), lock);
+}
+
 void Engine::EnqueueBeforeNext(int stream, const char* name, Access touched, Run run) {
+  if (pace_) return;
   Lock lock(mutex_);
   streams_.at(static_cast<size_t>(stream)).later.push_back({name, touched, std::move(run)});
 }
 
 void Engine::FlushBeforeNext(int stream) {
   Lock lock(mutex_);
-  for (Later& l : std::exchange(streams_.at(static_cast<size_t>(stream)).later, {}))
-    Issue(stream, l.name, {l.touched}, std::move(l.run), lock);
+  IssueLater(stream, lock);
 }
 
 void Engine::Record(const EventPtr& event, int stream) {
+  if (pace_) {
+    event->done = ++event->issued;  // for other modes
+    event->stream = stream;
+    event->number = pace_->Mark(stream);
+    return;
+  }
   Lock lock(mutex_);
+  RecordOn(event, stream, lock);
+}
+
+void Engine::RecordOn(const EventPtr& event, int stream, Lock& lock) {
+  const int index = Captured(stream);
+  event->capture = 0;
+  if (index >= 0) return NoteRecord(event, index);
   Stream& s = streams_.at(static_cast<size_t>(stream));
   s.clock.Join(host_);
   const uint64_t seq = ++s.issued;
   s.clock.Set(stream, seq);
   event->clock = s.clock;
+  ++issued_;
   Push(stream, {"record", nullptr, seq, nullptr, event, ++event->issued}, lock);
 }
 
 void Engine::Block(const EventPtr& event, int stream) {
+  if (pace_) {
+    if (event->issued > 0) pace_->Wait(stream, event->stream, event->number);
+    return;
+  }
   Lock lock(mutex_);
+  BlockOn(event, stream, lock);
+}
+
+void Engine::BlockOn(const EventPtr& event, int stream, Lock& lock) {
+  if (event->capture != 0) return NoteWait(event, stream, lock);
   if (event->issued == 0) return;
+  if (Captured(stream) >= 0) Refuse("a stream waits for an event that was recorded outside of it");
   Stream& s = streams_.at(static_cast<size_t>(stream));
   s.clock.Join(event->clock);
+  ++issued_;
   Push(stream, {"wait", nullptr, ++s.issued, event, nullptr, event->issued}, lock);
 }
 
@@ -289,7 +341,13 @@ void Engine::OnLearned(std::function<void(const Clock&)> call) {
 }
 
 bool Engine::Query(const EventPtr& event, bool teach) {
+  if (pace_) {
+    if (!pace_->Over(event->stream, event->number)) return false;
+    if (event->number > 0) event->ms = pace_->EndedMs(event->stream, event->number);
+    return true;
+  }
   Lock lock(mutex_);
+  if (event->capture != 0) Refuse("the host asks for an event that was captured");
   if (teach && event->done < event->issued && one_at_a_time()) Pump(lock, 1 + random_() % 4);  // who polls gets on
   const bool over = event->done >= event->issued;
   if (over && teach) Learn(event->clock);
@@ -297,7 +355,9 @@ bool Engine::Query(const EventPtr& event, bool teach) {
 }
 
 bool Engine::QueryStream(int stream) {
+  if (pace_) return pace_->Over(stream, pace_->Issued(stream));
   Lock lock(mutex_);
+  if (Captured(stream) >= 0) Refuse("the host asks for a stream that is captured");
   Stream& s = streams_.at(static_cast<size_t>(stream));
   if (s.finished < s.issued && one_at_a_time()) Pump(lock, 1 + random_() % 4);
   const bool over = s.finished >= s.issued;
@@ -306,7 +366,9 @@ bool Engine::QueryStream(int stream) {
 }
 
 void Engine::Synchronize(int stream) {
+  if (pace_) return pace_->Await(stream, pace_->Issued(stream));
   Lock lock(mutex_);
+  if (Captured(stream) >= 0) Refuse("the host waits for a stream that is captured");
   Stream& s = streams_.at(static_cast<size_t>(stream));
   const uint64_t seq = s.issued;
   const Clock clock = s.clock;
@@ -315,7 +377,9 @@ void Engine::Synchronize(int stream) {
 }
 
 void Engine::Synchronize(const EventPtr& event) {
+  if (pace_) return pace_->Await(event->stream, event->number);
   Lock lock(mutex_);
+  if (event->capture != 0) Refuse("the host waits for an event that was captured");
   const uint64_t version = event->issued;
   const Clock clock = event->clock;
   Wait(lock, [&] { return event->done >= version; });
@@ -327,11 +391,13 @@ void Engine::SynchronizeAll() {
 }
 
 uint64_t Engine::Issued(int stream) {
+  if (pace_) return pace_->Issued(stream);
   Lock lock(mutex_);
   return streams_.at(static_cast<size_t>(stream)).issued;
 }
 
 bool Engine::Finished(int stream, uint64_t seq) {
+  if (pace_) return pace_->Over(stream, seq);
   Lock lock(mutex_);
   return streams_.at(static_cast<size_t>(stream)).finished >= seq;
 }
@@ -365,8 +431,13 @@ int64_t Engine::executed() {
   return executed_;
 }
 int64_t Engine::waits() {
+  if (pace_) return pace_->waits();
   Lock lock(mutex_);
   return waits_;
+}
+int64_t Engine::issued() {
+  Lock lock(mutex_);
+  return issued_;
 }
 
 }  // namespace soft

@@ -8,6 +8,7 @@
 //             at once (the reference), with run=0 not before the host waits
 //   starve    lockstep, with streams by priorities that are drawn anew now and then: a stream may be left far behind
 //   nothing   nothing is computed, and nothing looked at: what is issued is over (for the host's own time)
+//   paced     nothing is computed: an op takes the time that a cost model gives it, on all ranks' devices together (pace.h)
 //
 // The order checker (order.h) looks at each op when it is issued, so that it needs no luck.
 #pragma once
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "order.h"
+#include "pace.h"
 
 namespace soft {
 
@@ -44,11 +46,18 @@ struct Event {
   uint64_t issued = 0, done = 0;  // how often it was recorded
   double ms = 0;                  // when the last record was carried out
   Clock clock;                    // of the last record that was issued
+  uint64_t capture = 0;           // the last record was noted by this capture (graph.h), as its node `node`
+  size_t node = 0;
+  int stream = 0;                 // paced: where that is, and its number there
+  uint64_t number = 0;
 };
 using EventPtr = std::shared_ptr<Event>;
 
 // false: it cannot go on yet (a collective whose peer has not come).
 using Run = std::function<bool()>;
+// Makes the op anew, for ops that are not the same each time that they are issued.
+using Make = std::function<Run()>;
+struct Capture;
 
 struct Mode {
   std::string name = "free";
@@ -61,6 +70,7 @@ class Engine {
   static Engine& Get();
   int NewStream();  // from a pool of 32, round robin
   void Enqueue(int stream, const char* name, std::vector<Access> touched, Run run);
+  void EnqueueEach(int stream, const char* name, std::vector<Access> touched, Make make);
   // With the stream's next op, after the waits that come till then: that op is the first that may reuse a freed block.
   void EnqueueBeforeNext(int stream, const char* name, Access touched, Run run);
   void FlushBeforeNext(int stream);
@@ -79,10 +89,24 @@ class Engine {
   void Forget(const char* begin, const char* end);  // whoever waits knows that nobody uses this memory any more
   void Report(const std::string& text);
   void Fail(const std::string& text);  // the device is lost: whoever waits is told
+  // Graphs (graph.h): from Begin on what this stream is given is noted, and what streams are given that wait for its
+  // events. One capture at a time. End throws where the capture failed.
+  void BeginCapture(int stream, uint64_t pool, Capture& capture);
+  void EndCapture();
+  void Abandon(const Capture& capture);  // ends it, if it is on
+  void Replay(const Capture& capture, int stream);
+  void Release(Capture& capture);  // nothing of it runs any more
+  // What a captured stream is refused: throws, and the capture has failed. Nothing on other streams.
+  void RefuseInCapture(int stream, const std::string& what);
+  uint64_t PoolOf(int stream);  // of the capture that notes this stream; 0: none does
   void SetMode(const Mode& mode);
+  // The mode "paced", until another one is set.
+  void SetPace(std::unique_ptr<Pace> pace);
+  Pace* pace() const { return pace_.get(); }
   void SetChecker(bool on) { order_.on = on; }
   std::vector<std::string> TakeReports();
   int64_t reports(), executed(), waits();
+  int64_t issued();  // by the host; a replay is one
   void Stop();
 
  private:
@@ -115,6 +139,14 @@ class Engine {
   bool Ready(const Stream& s) const;
   void Push(int stream, Op op, Lock& lock);
   void Issue(int stream, const char* name, const std::vector<Access>& touched, Run run, Lock& lock);
+  void IssueLater(int stream, Lock& lock);
+  void RecordOn(const EventPtr& event, int stream, Lock& lock);
+  void BlockOn(const EventPtr& event, int stream, Lock& lock);
+  int Captured(int stream) const;  // its index in the capture, or -1
+  void Note(int index, const char* name, std::vector<Access> touched, Make make);
+  void NoteRecord(const EventPtr& event, int index);
+  void NoteWait(const EventPtr& event, int stream, Lock& lock);
+  [[noreturn]] void Refuse(const std::string& what);
   void Pump(Lock& lock, int64_t ops);
   template <typename Until>
   void Wait(Lock& lock, Until until);
@@ -134,11 +166,14 @@ class Engine {
   bool nothing_ = false;  // the mode
   bool working_ = false, stopped_ = false;
   std::string error_;
-  int64_t executed_ = 0, waits_ = 0, count_ = 0;
+  int64_t executed_ = 0, waits_ = 0, count_ = 0, issued_ = 0;
+  Capture* capture_ = nullptr;  // the one that is on
+  std::vector<int> idle_streams_;  // of graphs that are gone
   Clock host_;
   std::function<void(const Clock&)> learned_;
   Order order_;
   std::vector<std::string> reports_;
+  std::unique_ptr<Pace> pace_;
 };
 
 double NowMs();

@@ -148,6 +148,7 @@ Call CallOf(const OpInfo& info, const Stack& stack, size_t n) {
     }
   }
   if (info.generator >= 0) {
+    Engine::Get().RefuseInCapture(CurrentStream(), std::string(info.name) + " takes its seed from the host");
     c10::IValue& v = call.args[static_cast<size_t>(info.generator)].value;
     const at::Generator& g = v.isGenerator() ? v.toGenerator() : at::globalContext().defaultGenerator(c10::kPrivateUse1);
     v = SeededBy(at::check_generator<Generator>(g)->Take());
@@ -156,6 +157,7 @@ Call CallOf(const OpInfo& info, const Stack& stack, size_t n) {
 }
 
 Stack RunAndWait(const c10::OperatorHandle& op, const OpInfo& info, Call call) {
+  TORCH_CHECK(!Engine::Get().pace(), "soft device, paced: ", info.name, " depends on data, and nothing is computed");
   const int stream = CurrentStream();
   auto given = std::make_shared<Stack>();
   auto args = std::make_shared<std::vector<Arg>>(std::move(call.args));

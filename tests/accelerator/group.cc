@@ -54,6 +54,7 @@ class Room {
     void* p = mmap(nullptr, Bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     TORCH_CHECK(p != MAP_FAILED, "soft device: no shared memory");
     base_ = static_cast<char*>(p);
+    key_ = std::hash<std::string>()(name);
     close(fd);
     store->add("soft/came", 1);
     while (store->add("soft/came", 0) < size) usleep(1000);
@@ -64,6 +65,7 @@ class Room {
   Room& operator=(const Room&) = delete;
   Flag& flag(size_t i) { return reinterpret_cast<Flag*>(base_)[i]; }
   char* slot(size_t i) { return base_ + kHead + i * kSlot; }
+  uint64_t key() const { return key_; }  // the same on all its ranks
   size_t Pair(int from, int to) const { return static_cast<size_t>(size_ + from * size_ + to); }
 
  private:
@@ -71,6 +73,7 @@ class Room {
   int size_;
   size_t flags_;
   char* base_ = nullptr;
+  uint64_t key_ = 0;
 };
 
 at::Tensor Host(void* p, at::ScalarType dtype, int64_t numel) {
@@ -202,7 +205,14 @@ class SoftGroup final : public c10d::Backend {
     return c10::make_intrusive<SoftWork>(over, std::vector<at::Tensor>{}, std::move(results));
   }
 
-  WorkPtr Issue(const char* name, int stream, const at::Tensor& in, const at::Tensor& out, Run run) {
+  // Who meets in an operation, and what all of them must agree on.
+  struct Meeting {
+    uint64_t key;
+    int size;
+    uint64_t form;
+  };
+  // `make`: the operation that comes next, each time that it is issued; a graph's, at each replay.
+  WorkPtr Issue(const char* name, int stream, const at::Tensor& in, const at::Tensor& out, const Meeting& meeting, Make make) {
     EventPtr before = std::make_shared<Event>(), over = std::make_shared<Event>();
     Engine::Get().Record(before, CurrentStream());
     if (fault != Fault::kStart) Engine::Get().Block(before, stream);
@@ -212,13 +222,18 @@ class SoftGroup final : public c10d::Backend {
     if (out.defined()) touched.push_back({BytesOf(out), BytesOf(out) + out.nbytes(), true}), kept.push_back(out);
     if (out.defined()) results.push_back(out);
     // One that hears nothing of its peers gives up at the timeout; the device is lost then, as with NCCL's watchdog.
-    auto first = std::make_shared<double>(0);
-    Engine::Get().Enqueue(stream, name, std::move(touched), [=, limit = timeout_ms_] {
-      if (run()) return true;
-      if (*first == 0) *first = NowMs();
-      TORCH_CHECK(NowMs() - *first < limit, "the other ranks did not come within ", limit / 1000, " s");
-      return false;
-    });
+    if (Pace* pace = Engine::Get().pace()) {
+      pace->Meet(stream, meeting.key, meeting.size, meeting.form);
+    } else {
+      Engine::Get().EnqueueEach(stream, name, std::move(touched), [make, limit = timeout_ms_]() -> Run {
+        return [run = make(), limit, first = std::make_shared<double>(0)] {
+          if (run()) return true;
+          if (*first == 0) *first = NowMs();
+          TORCH_CHECK(NowMs() - *first < limit, "the other ranks did not come within ", limit / 1000, " s");
+          return false;
+        };
+      });
+    }
     Engine::Get().Record(over, stream);
     return c10::make_intrusive<SoftWork>(over, std::move(kept), std::move(results), name == std::string("reduce_scatter"));
   }
@@ -231,57 +246,60 @@ class SoftGroup final : public c10d::Backend {
   WorkPtr Collective(const char* name, const at::Tensor& in, const at::Tensor& out, size_t root, Finish finish) {
     CheckTensor(name, in);
     CheckTensor(name, out);
-    const uint64_t turn = ++turn_;
     const uint64_t form =
         std::hash<std::string>()(std::string(name) + " " + std::to_string(in.nbytes()) + " " + std::to_string(root));
     const char *from = BytesOf(in), *to = BytesOf(out);
-    return Issue(name, stream_, in, out,
-                 [room = room_, rank = static_cast<size_t>(rank_), size = static_cast<size_t>(size_), turn, form, from, to,
-                  n = in.nbytes(), finish, name, posted = std::make_shared<bool>(false),
-                  told = std::make_shared<bool>(false)] {
-                   if (!*posted) {
-                     for (size_t r = 0; r < size; ++r) {
-                       if (room->flag(r).taken.load() < turn - 1) return false;
-                     }
-                     if (n > 0) std::memcpy(room->slot(rank), Real(from), n);
-                     room->flag(rank).form.store(form);
-                     room->flag(rank).posted.store(turn);
-                     *posted = true;
-                   }
-                   for (size_t r = 0; r < size; ++r) {
-                     if (room->flag(r).posted.load() < turn) return false;
-                   }
-                   for (size_t r = 0; r < size; ++r) {
-                     if (room->flag(r).form.load() == form) continue;
-                     if (!*told)
-                       Engine::Get().Report(std::string(name) + " number " + std::to_string(turn) + " of rank " +
-                                            std::to_string(rank) + " is another operation on rank " + std::to_string(r));
-                     *told = true;
-                     return false;
-                   }
-                   if (n > 0) finish(*room, Real(to));
-                   room->flag(rank).taken.store(turn);
-                   return true;
-                 });
+    return Issue(name, stream_, in, out, {room_->key(), size_, form},
+                 [=, room = room_, turns = turn_, rank = static_cast<size_t>(rank_), size = static_cast<size_t>(size_),
+                  n = in.nbytes()]() -> Run {
+      return [=, turn = ++*turns, posted = std::make_shared<bool>(false), told = std::make_shared<bool>(false)] {
+        if (!*posted) {
+          for (size_t r = 0; r < size; ++r) {
+            if (room->flag(r).taken.load() < turn - 1) return false;
+          }
+          if (n > 0) std::memcpy(room->slot(rank), Real(from), n);
+          room->flag(rank).form.store(form);
+          room->flag(rank).posted.store(turn);
+          *posted = true;
+        }
+        for (size_t r = 0; r < size; ++r) {
+          if (room->flag(r).posted.load() < turn) return false;
+        }
+        for (size_t r = 0; r < size; ++r) {
+          if (room->flag(r).form.load() == form) continue;
+          if (!*told)
+            Engine::Get().Report(std::string(name) + " number " + std::to_string(turn) + " of rank " +
+                                 std::to_string(rank) + " is another operation on rank " + std::to_string(r));
+          *told = true;
+          return false;
+        }
+        if (n > 0) finish(*room, Real(to));
+        room->flag(rank).taken.store(turn);
+        return true;
+      };
+    });
   }
 
   WorkPtr Message(const char* name, const at::Tensor& t, int from, int to, bool receive) {
     CheckTensor(name, t);
     const size_t pair = room_->Pair(from, to);
-    const uint64_t turn = ++messages_[pair];
+    const auto turns = messages_.try_emplace(pair, std::make_shared<uint64_t>(0)).first->second;
     return Issue(name, StreamWith(from, to), receive ? at::Tensor() : t, receive ? t : at::Tensor(),
-                 [=, room = room_, n = t.nbytes(), p = BytesOf(t)] {
-                   Flag& flag = room->flag(pair);
-                   if (receive) {
-                     if (flag.posted.load() < turn) return false;
-                     std::memcpy(Real(p), room->slot(pair), n);
-                     flag.taken.store(turn);
-                   } else {
-                     if (flag.taken.load() < turn - 1) return false;
-                     std::memcpy(room->slot(pair), Real(p), n);
-                     flag.posted.store(turn);
-                   }
-                   return true;
+                 {room_->key() + pair, 2, t.nbytes()},
+                 [=, room = room_, n = t.nbytes(), p = BytesOf(t)]() -> Run {
+                   return [=, turn = ++*turns] {
+                     Flag& flag = room->flag(pair);
+                     if (receive) {
+                       if (flag.posted.load() < turn) return false;
+                       std::memcpy(Real(p), room->slot(pair), n);
+                       flag.taken.store(turn);
+                     } else {
+                       if (flag.taken.load() < turn - 1) return false;
+                       std::memcpy(room->slot(pair), Real(p), n);
+                       flag.posted.store(turn);
+                     }
+                     return true;
+                   };
                  });
   }
 
@@ -296,8 +314,8 @@ class SoftGroup final : public c10d::Backend {
   int stream_;
   std::map<std::pair<int, int>, int> pairs_;
   double timeout_ms_;
-  uint64_t turn_ = 0;
-  std::map<size_t, uint64_t> messages_;
+  std::shared_ptr<uint64_t> turn_ = std::make_shared<uint64_t>(0);  // of collectives
+  std::map<size_t, std::shared_ptr<uint64_t>> messages_;            // by pair
 };
 
 }  // namespace

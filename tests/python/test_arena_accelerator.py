@@ -41,7 +41,7 @@ def train(case: str, device: str, mode: str = "free", plant: str = "none", **set
     model = zoo.build(case, zoo.CASES[case].dtype).to(device)
     optimizer = parity.make_optimizer("adamw", model)
     accumulation = settings.get("accumulation", 1)
-    settings = {"clip_norm": 0.3, "profile": "off", **settings}
+    settings = {"clip_norm": 0.3, "profile": "off", "device_graphs": False, **settings}  # which have memory, and keep what was planted
     compile = getattr(interlace.compile, "__wrapped__", interlace.compile)  # the model is where it shall be
     if device == "soft":
         import soft_device
@@ -132,7 +132,7 @@ def test_a_program_that_runs_takes_the_place_of_the_one_before(monkeypatch: pyte
         model = zoo.build("llama").to("soft")
         batches = [{k: v.to("soft") for k, v in parity.batch_of("llama", step, 0, 1).items()} for step in range(6)]
         compile = getattr(interlace.compile, "__wrapped__", interlace.compile)
-        settings = interlace.Config(profile="off", arena=arena)
+        settings = interlace.Config(profile="off", arena=arena, device_graphs=False)
         out, bytes, held = [], [], []
         with compile(model, parity.make_optimizer("adamw", model), zoo.CASES["llama"].loss, batches[0], settings) as trainer:
             for batch in batches:

@@ -59,7 +59,7 @@ def trainer_of(case: str, device: str, cache: str, **settings: Any) -> tuple[int
     model = CASES[case].build().to(torch.float32)
     batch = torch.utils._pytree.tree_map(lambda t: t.to(device), CASES[case].batch(2, 1 + rank))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = interlace.Config(cache=cache, **{"schedule": [], "regions": "on", "regions_wait": True, "profile": "off", **settings})
+    config = interlace.Config(cache=cache, **{"schedule": [], "regions": "on", "regions_wait": True, "profile": "off", "device_graphs": False, **settings})
     # on_device.py moves a model, with its ties, which `to` would undo.
     compile = interlace.compile if device == "soft" else interlace.compile.__wrapped__
     return compile(model, optimizer, CASES[case].loss, batch, config), batch
@@ -70,7 +70,7 @@ def facts(trainer: interlace.Trainer, losses: list[float]) -> dict[str, Any]:
     return {
         "losses": losses, "regions": trainer.stats()["regions"], "arena": trainer.stats()["arena"], "artifact": trainer._run.regions,
         "left": library.left if library else {}, "keys": library.keys if library else [], "swaps": trainer.swaps,
-        "file": library.path.suffix if library else "",
+        "file": library.path.suffix if library else "", "graphs": trainer.stats()["graphs"],
     }  # fmt: skip
 
 
@@ -117,6 +117,13 @@ def test_training_has_the_losses_of_the_kernels(case: str, cache: str, caplog: p
         arena = run["arena"]
         assert arena["settled"] and arena["unforeseen"] == [] and arena["kept"] == [], arena
         assert arena["planned_bytes"] == arena["top_bytes"]
+
+
+def test_graphs_of_the_device_have_them_too(cache: str) -> None:
+    """What is launched while a phase is captured runs in each replay, and the driver hears no more of it."""
+    plain, captured = train("even", "soft", cache), train("even", "soft", cache, device_graphs=True)
+    assert captured["graphs"]["replays"] > 0 and captured["launches"] == [] and captured["faults"] == ""
+    assert captured["losses"] == plain["losses"] and plain["graphs"]["replays"] == 0 and plain["launches"]
 
 
 def beside(case: str, cache: str, functions: str) -> dict[str, Any]:

@@ -92,6 +92,23 @@ def test_every_order_of_streams_gives_the_bits_of_the_cpu(modes: Any, what: str,
         assert same(train("soft", looks=looks, **settings), cpu), f"seed {seed}"
 
 
+@software
+def test_a_step_waits_for_its_norm_once(modes: Any) -> None:
+    """It waited three times: for the squares, for its numbers on their way to the device, and for them on their way back."""
+    import soft_device
+
+    modes("lockstep:0:0")  # nothing is done before the host waits
+    waits = []
+    for clip in (None, 1.0):
+        trainer = compiled("soft", clip_norm=clip)
+        for batch in batches(4):
+            before = soft_device._C.waits()
+            trainer.step(batch)
+        waits.append(soft_device._C.waits() - before)
+        trainer.close()
+    assert waits[1] == waits[0] + 1
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("soft", marks=software)])
 def test_a_look_at_a_step_whose_storages_go_out(device: str) -> None:
     trainer = compiled(device, schedule=[(0, OUT)], tier="host")

@@ -193,7 +193,10 @@ class Programs:
             # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
             "skip_nonfinite": True, "captured_here": True,
             "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
+            "device_graphs": {"auto": "auto", True: "on", False: "off"}[self.config.device_graphs],
         }  # fmt: skip
+        if self.config.device_graphs is True and self.peers.device.type == "cuda":
+            options["graph"] = torch.cuda.CUDAGraph
         if "call.python(" in source.text:
             if self.opaque is None or not self.opaque.calls:
                 raise ProgramError("the program runs modules in Python, and this run has captured none; compile again")
@@ -211,6 +214,9 @@ class Programs:
         note = executor.stats()["tier_note"]
         if note and donor is None:
             log.warning("%s", note)
+        why = executor.graph_stats()["why_not"]
+        if why and self.peers.device.type != "cpu" and donor is None:
+            log.info("steps are given to the device op by op: %s", why)
         return Built(source, program, executor, States(program, executor, self.peers))
 
     def compare_digests(self, source: Source) -> None:

@@ -98,6 +98,9 @@ class Config:
                      optimizer steps may be made as well
     tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
     arena            what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
+    device_graphs    accelerators: micro-batches of a program that has settled are captured once and then given to the device whole, which
+                     costs the host no time an op: "auto" where that can be (stats()["graphs"] says why not), True (an error where it
+                     cannot), False. With the bits of ops that are given one by one
     regions          CPUs and CUDA: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the
                      cache (docs/regions.md): "on", "exact" (CPUs: only those with the bits of their ops, compared when they are made),
                      "off"
@@ -148,6 +151,7 @@ class Config:
     tier: str | None = None
     tier_bandwidth: int | str | None = None
     arena: bool = True
+    device_graphs: bool | str = "auto"
     regions: str = "off"
     regions_wait: bool = False
     dump_ir: str | None = None
@@ -188,6 +192,8 @@ class Config:
         for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic", "sequence_parallel", "trust_program", "regions_wait"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.device_graphs != "auto" and not isinstance(self.device_graphs, bool):
+            raise ConfigError(f"device_graphs must be True, False or 'auto', not {self.device_graphs!r}")
         self._positive("timeout_s")
         if self.clip_norm is not None:
             self._positive("clip_norm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from interlace.train.unused import Unused
 from interlace.train.verify import Verify
 
 Tensor = torch.Tensor
+log = logging.getLogger("interlace")
 
 
 class Stepping:
@@ -54,6 +56,8 @@ class Stepping:
             if self._unused is not None:
                 self._unused.before_step()
             result = run.runner.step(inputs, rows, run.steps)
+        if result.get("note"):
+            log.warning("steps are given to the device op by op from here on: %s", result["note"])
         if verified:
             self._verify.second(result)
         with run.peers.guard():

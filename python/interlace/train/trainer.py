@@ -250,11 +250,14 @@ class Trainer:
     def stats(self) -> dict[str, Any]:
         """What the executor has measured so far: ops, bytes sent, live and peak bytes, the op at the peak.
 
-        After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on. `regions`: how many it
+        After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on. `graphs`: whether
+        micro-batches are device graphs or why not, how many, how often they were captured and run (their ops are not counted as issued),
+        bytes of their inputs and outputs. `regions`: how many it
         has (docs/regions.md), how many are compiled, in how many calls, in place of how many kernels, from which step on."""
         self._run.check_open()
         return {
-            **self._run.executor.stats(), "arena": self._run.executor.arena_stats(), "trainer_steps": self.steps,
+            **self._run.executor.stats(), "arena": self._run.executor.arena_stats(), "graphs": self._run.executor.graph_stats(),
+            "trainer_steps": self.steps,
             "swaps": self.swaps, "regions": self._run.regions_table, **(self._run.shapes.stats() if self._run.shapes else {}),
         }  # fmt: skip
 

@@ -23,6 +23,7 @@ void AddTesting(py::module_& module) {
       Unlocked(), "Error: the first rule that a snapshot breaks.");
   AddPipeline(m);
   AddLayers(m);
+  AddPacing(m);
   AddInterpreter(m);
 }
 

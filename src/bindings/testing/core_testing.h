@@ -9,6 +9,8 @@ namespace interlace {
 void AddPipeline(pybind11::module_& m);
 // What layers, and a stage of them, cost (core_layers.cc).
 void AddLayers(pybind11::module_& m);
+// What a simulated step is made of, for devices that are to take its times (core_pacing.cc).
+void AddPacing(pybind11::module_& m);
 // The reference interpreter (core_interpreter.cc).
 void AddInterpreter(pybind11::module_& m);
 

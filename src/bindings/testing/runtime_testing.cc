@@ -113,6 +113,10 @@ void BindTesting(py::module_& module) {
       py::arg("flat"), py::arg("acc"), py::arg("aten") = false, no_gil);
   m.def("page_heap_block", &PageHeapBlock, py::arg("bytes"), "A byte tensor in the page heap, not filled.");
   m.def("page_heap_bytes", &StepHeap::Bytes);
+  m.def(
+      "current_op", [] { return reinterpret_cast<uintptr_t>(&MemoryScope::CurrentOp); },
+      "The address of a function without arguments that gives the id of the op that this thread issues, or -1; for the "
+      "software accelerator (tests/accelerator/pace.h).");
   m.def("norm_coef", &NormCoef, py::arg("acc"), py::arg("max_norm"), py::arg("scale"), py::arg("out"),
         py::arg("loss_scale") = 1.0, no_gil);
   m.def("embedding_backward_into", &EmbeddingBackwardInto, py::arg("grad"), py::arg("indices"), py::arg("num_weights"),

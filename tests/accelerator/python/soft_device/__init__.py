@@ -1,7 +1,8 @@
 """A software accelerator: with this folder on PYTHONPATH torch has a device "soft", in every process.
 
 It has streams, events, memory and collectives with the semantics of a GPU's, computes with the CPU's kernels, and reports every
-wait that a program has left out (tests/accelerator/engine.h). The environment says how it runs:
+wait that a program has left out (tests/accelerator/engine.h). After pace() it computes nothing, and takes the times of a cost model.
+The environment says how it runs:
 
     SOFT_MODE      free, lockstep, starve or nothing, and behind colons seed and chance: starve:7:0.3
     SOFT_CHECK     0: no order checker
@@ -46,6 +47,18 @@ def use(mode: str) -> None:
     """ "starve:7:0.3": the mode, its seed, and the chance that an op is carried out when another is issued."""
     name, seed, run = [*mode.split(":"), "", ""][:3]
     _C.set_mode(name, int(seed or 0), float(run or 0.3))
+
+
+def pace(file: str, rank: int, ranks: int, virtual: bool = False) -> None:
+    """The mode "paced" until use(): the ranks' devices share one model, in a file that all of them name (best under /dev/shm, new for
+    each run), and its clock is the machine's, or with `virtual` one that stands while any rank's host runs (tests/accelerator/pace.h)."""
+    _C.pace(file, rank, ranks, virtual)
+
+
+def pace_program(pacing: dict[str, Any], times: float, current_op: int) -> None:
+    """The costs of the program that runs from now on, as interlace._core.testing.pacing gives them, each so many times as long;
+    `current_op` is what interlace._runtime.testing.current_op gives. All ranks, between steps."""
+    _C.pace_program(pacing["costs"], pacing["factors"], pacing["shares"], pacing["per_node"], times, current_op)
 
 
 _told = 0
