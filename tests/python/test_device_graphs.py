@@ -246,7 +246,8 @@ def train(case: str, mode: str, graphs: Any, steps: int = 7, between: str = "", 
                 "replays": now["graphs"]["replays"] - stats["graphs"]["replays"], "placed": now["placed_bytes"] - stats["placed_bytes"],
             })  # fmt: skip
         weights = {name: t.cpu() for name, t in trainer.state_dict(all_ranks=True).items()}
-        out = {"losses": [float(loss) for loss in losses], "extra": extra, "weights": weights, "seen": seen, "reports": soft_device.take_reports()}
+        floats = [float(loss) for loss in losses]  # not before: a graph must leave alone what the steps before have given
+        out = {"losses": floats, "extra": extra, "weights": weights, "seen": seen, "reports": soft_device.take_reports()}
     use("free")
     del held
     return out
