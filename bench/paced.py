@@ -1,7 +1,7 @@
 """The predicted step against the run on a paced cluster: eight ranks on this machine that behave like eight H100.
 
-python bench/paced.py                                   # 20 programs, about 10 minutes on two cores
-python bench/paced.py --virtual                         # by a clock that stands while a host runs: exact, in two minutes
+python bench/paced.py                                   # 20 programs, about 7 minutes on two cores
+python bench/paced.py --virtual                         # by a clock that stands while a host runs, in two minutes
 python bench/paced.py --only '8 ranks' --times 400      # everything takes 400 times as long as predicted
 python bench/paced.py --list
 
@@ -10,7 +10,7 @@ The device is the software accelerator's paced mode (tests/accelerator/pace.h): 
 gives it, times the factor, and computes nothing; collectives begin when all ranks' streams have come to them; what runs together slows
 down by the simulator's own table and shares of links. The prediction is `interlace simulate`'s of the same text and cluster, whose hosts
 launch at once (issue_us = 0): the host here is real. What is compared is all that the simulator takes for granted of the runtime. "host" is
-the processor time that a rank took for a step, over the step.
+the processor time that a rank took for a step, over the step. It needs the build that tests have (`make test`).
 """
 
 from __future__ import annotations
