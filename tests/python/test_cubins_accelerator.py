@@ -59,7 +59,8 @@ def trainer_of(case: str, device: str, cache: str, **settings: Any) -> tuple[int
     model = CASES[case].build().to(torch.float32)
     batch = torch.utils._pytree.tree_map(lambda t: t.to(device), CASES[case].batch(2, 1 + rank))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = interlace.Config(cache=cache, **{"schedule": [], "regions": "on", "regions_wait": True, "profile": "off", "device_graphs": False, **settings})
+    default = {"schedule": [], "regions": "on", "regions_wait": True, "profile": "off", "device_graphs": False}
+    config = interlace.Config(cache=cache, **{**default, **settings})
     # on_device.py moves a model, with its ties, which `to` would undo.
     compile = interlace.compile if device == "soft" else interlace.compile.__wrapped__
     return compile(model, optimizer, CASES[case].loss, batch, config), batch
