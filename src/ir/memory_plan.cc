@@ -384,12 +384,12 @@ class Planner {
 
 }  // namespace
 
-// Whether what each rank sends of a gather or an all-to-all is one piece of the result's memory.
-static bool LieInARow(const Op& op, const Type& result) {
-  const Arg* along = op.Attr(op.kind == OpKind::kAllToAllStart ? "to" : "dim");
+// Whether equal parts along the dimension that the attribute names are pieces of memory, one behind the other.
+static bool LieInARow(const Op& op, const char* attribute, const Type& type) {
+  const Arg* along = op.Attr(attribute);
   if (along == nullptr) return true;  // of units: flat
-  for (int64_t i = 0; i < along->integer.value && i < static_cast<int64_t>(result.sizes.size()); ++i) {
-    if (!(result.sizes[static_cast<size_t>(i)] == Dim(1))) return false;
+  for (int64_t i = 0; i < along->integer.value && i < static_cast<int64_t>(type.sizes.size()); ++i) {
+    if (!(type.sizes[static_cast<size_t>(i)] == Dim(1))) return false;
   }
   return true;
 }
@@ -397,22 +397,29 @@ static bool LieInARow(const Op& op, const Type& result) {
 int64_t ReceiveBytes(const Program& program, const Op& op) {
   const Exchange exchange = IsStart(op) ? TraitsOf(op).exchange : Exchange::kNone;
   if (exchange == Exchange::kNone || exchange == Exchange::kBroadcast || exchange == Exchange::kPointToPoint) return 0;
-  const int64_t ranks = program.AxisSize(AxisOf(program, op));
-  int64_t others = ranks - 1;
+  int64_t others = program.AxisSize(AxisOf(program, op)) - 1;
   // The sums of other replicas come into memory of their own, behind what is added up within the shard axes.
   if (op.kind == OpKind::kReduceStart) others += program.AxisSize(program.units[op.units[0]].replicas) - 1;
+  const bool to_all = exchange == Exchange::kAllToAll;
   int64_t sum = 0;
   for (ValueId id : op.results) {
     if (id == kNone) continue;
     const Type& type = program.value(id).type;
     const Result<int64_t> bytes = program.StorageBytes(type);
     if (!bytes.ok() || *bytes >= int64_t{1} << 40) continue;
-    int64_t piece = *bytes;  // from one rank
-    if (exchange == Exchange::kGather || exchange == Exchange::kAllToAll) {
-      if (LieInARow(op, type)) continue;  // they are received where they belong
-      piece /= ranks;
+    if (exchange == Exchange::kGather || to_all) {
+      if (!LieInARow(op, to_all ? "to" : "dim", type)) sum += ArenaBytes(*bytes);  // else they come where they belong
+    } else {
+      sum += ArenaBytes(*bytes) * others;
     }
-    sum += ArenaBytes(piece) * others;
+  }
+  // What is sent in other pieces than it lies in is packed first.
+  if (op.kind != OpKind::kReduceScatterStart && !to_all) return sum;
+  for (const Arg& arg : op.args) {
+    if (arg.kind != Arg::Kind::kValue) continue;
+    const Type& type = program.value(arg.value).type;
+    const Result<int64_t> bytes = program.StorageBytes(type);
+    if (bytes.ok() && *bytes < int64_t{1} << 40 && !LieInARow(op, "dim", type)) sum += ArenaBytes(*bytes);
   }
   return sum;
 }

@@ -88,8 +88,9 @@ struct MemoryPlanOptions {
   bool pack = true;  // false: lives only, no offsets
 };
 
-// Bytes that a transfer receives in all beside its results: what is added up, or put together piece by piece. 0 for
-// what comes straight into a result, for other ops and on an axis of one rank.
+// Bytes that a transfer takes beside its operands and results: what is received to be added up, or to be put together
+// piece by piece, and what is packed to be sent. 0 for what comes straight into a result, for other ops and on an axis
+// of one rank.
 int64_t ReceiveBytes(const Program& program, const Op& op);
 
 // Error: a symbolic size; values handed from phase to phase in a way that no few variants cover.

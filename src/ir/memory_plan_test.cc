@@ -108,7 +108,7 @@ phase update once takes (%20: f32[32]) gives (%23) {
 }
 )";
 
-// Pieces of 192 bytes from the two other ranks along tp: where they do not land in the result, at multiples of 64.
+// Pieces of 192 bytes from the two other ranks along tp, to be added up; all three where they are put together.
 TEST(MemoryPlan, ReceiveBuffersOfActivations) {
   const auto received = [](const std::string& op) {
     const Program program = Parsed(
@@ -118,11 +118,12 @@ TEST(MemoryPlan, ReceiveBuffersOfActivations) {
     return ReceiveBytes(program, program.op(0));
   };
   EXPECT_EQ(received("f32[1,36,12] = all_gather.start(%0) {axis=tp dim=1}"), 0) << "side by side in memory";
-  EXPECT_EQ(received("f32[1,12,36] = all_gather.start(%0) {axis=tp dim=2}"), 2 * 576);
-  EXPECT_EQ(received("f32[1,12,4] = reduce_scatter.start(%0) {axis=tp dim=2}"), 2 * 192);
+  EXPECT_EQ(received("f32[1,12,36] = all_gather.start(%0) {axis=tp dim=2}"), 3 * 576);
+  EXPECT_EQ(received("f32[1,12,4] = reduce_scatter.start(%0) {axis=tp dim=2}"), 2 * 192 + 576) << "packed to be sent";
+  EXPECT_EQ(received("f32[1,4,12] = reduce_scatter.start(%0) {axis=tp dim=1}"), 2 * 192);
   EXPECT_EQ(received("f32[1,12,12] = all_reduce.start(%0) {axis=dp}"), 576);
-  EXPECT_EQ(received("f32[1,36,4] = all_to_all.start(%0) {axis=tp dim=2 to=1}"), 0);
-  EXPECT_EQ(received("f32[1,4,36] = all_to_all.start(%0) {axis=tp dim=1 to=2}"), 2 * 192);
+  EXPECT_EQ(received("f32[1,36,4] = all_to_all.start(%0) {axis=tp dim=2 to=1}"), 576);
+  EXPECT_EQ(received("f32[1,4,36] = all_to_all.start(%0) {axis=tp dim=1 to=2}"), 576);
   EXPECT_EQ(received("f32[1,12,12] = broadcast.start(%0) {axis=tp root=0}"), 0);
   EXPECT_EQ(received("b8[0] = send.start(%0) {axis=tp peer=1}"), 0);
   EXPECT_EQ(received("f32[1,12,12] = recv.start() {axis=tp peer=1}"), 0);

@@ -1,10 +1,11 @@
 // Kernels of the transfers of activations along a mesh axis: all_gather, reduce_scatter, all_to_all, broadcast, send,
-// recv. The transport moves flat memory, one part a rank; what is cut or put together along another dimension than the
-// first is packed before the start, and unpacked when it has come.
+// recv. The transport moves flat memory, one part a rank; what is cut or put together along a dimension behind others is
+// packed before the start, and unpacked when it has come: in the memory plan's place for it (ReceiveBytes), if it has one.
 //
 //   all_gather dim=1 of [2,3] over two ranks:   [2,3] -> two parts [2][2,3] -> [2,2,3] -> [2,6]
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
 
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
@@ -17,7 +18,12 @@ namespace {
 
 // The equal parts of x along a dimension, one after the other: [n, ...].
 at::Tensor Parts(const at::Tensor& x, int64_t dim, int64_t n) {
-  return x.unflatten(dim, {n, x.size(dim) / n}).movedim(dim, 0).contiguous();
+  return x.unflatten(dim, {n, x.size(dim) / n}).movedim(dim, 0);
+}
+
+// Whether they are pieces of a contiguous x, one behind the other.
+bool LieInARow(const at::Tensor& x, int64_t dim) {
+  return std::all_of(x.sizes().begin(), x.sizes().begin() + dim, [](int64_t size) { return size == 1; });
 }
 
 // Parts side by side along a dimension: the inverse.
@@ -60,6 +66,19 @@ struct ExchangeKernel final : KernelData {
     // What travels, and where it lands, is given back when the transfer has ended: within this op or long after it.
     const ArenaHook::Outside mine;
     const auto flat = [](const at::Tensor& x) { return x.contiguous().view(-1); };
+    int64_t used = 0;  // of the place
+    const auto place = [&](at::IntArrayRef sizes) {
+      if (!receive_buffer.defined()) return at::empty(sizes, (source.defined() ? source : out).options());
+      const int64_t bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(source.itemsize());
+      const at::Tensor there = receive_buffer.narrow(0, used, bytes).view(source.scalar_type()).view(sizes);
+      used += ArenaBytes(bytes);
+      return there;
+    };
+    const auto packed = [&](const at::Tensor& x) {
+      if (LieInARow(x, dim)) return flat(x);
+      const at::Tensor parts = Parts(x, dim, ranks);
+      return place(parts.sizes()).copy_(parts).view(-1);
+    };
     // Where a whole result comes to.
     at::Tensor land = out;
     if (!out.is_contiguous() && kind != OpKind::kSendStart) {
@@ -68,20 +87,25 @@ struct ExchangeKernel final : KernelData {
     }
     switch (kind) {
       case OpKind::kAllGatherStart: {
-        if (dim == 0) return comm->StartGather({flat(source)}, {land.view(-1)}, label);
+        if (LieInARow(out, dim)) return comm->StartGather({flat(source)}, {land.view(-1)}, label);
         std::vector<int64_t> sizes = source.sizes().vec();
         sizes.insert(sizes.begin(), ranks);
-        const at::Tensor parts = at::empty(sizes, source.options());
+        const at::Tensor parts = place(sizes);
         landed = [out, parts, along = dim] { out.copy_(SideBySide(parts, along)); };
         return comm->StartGather({flat(source)}, {parts.view(-1)}, label);
       }
-      case OpKind::kReduceScatterStart:
-        if (receive_buffer.defined()) comm->OfferReceiveBuffer(receive_buffer);
-        return comm->StartReduce({flat(Parts(source, dim, ranks))}, {land.view(-1)}, label);
+      case OpKind::kReduceScatterStart: {
+        const at::Tensor sent = packed(source);
+        if (receive_buffer.defined())
+          comm->OfferReceiveBuffer(receive_buffer.narrow(0, used, receive_buffer.numel() - used));
+        return comm->StartReduce({sent}, {land.view(-1)}, label);
+      }
       case OpKind::kAllToAllStart: {
-        const at::Tensor gone = Parts(source, dim, ranks), parts = at::empty_like(gone);
+        const at::Tensor sent = packed(source);
+        if (LieInARow(out, to)) return comm->StartAllToAll(sent, land.view(-1), label);
+        const at::Tensor parts = place(Parts(source, dim, ranks).sizes());
         landed = [out, parts, along = to] { out.copy_(SideBySide(parts, along)); };
-        return comm->StartAllToAll(gone.view(-1), parts.view(-1), label);
+        return comm->StartAllToAll(sent, parts.view(-1), label);
       }
       case OpKind::kBroadcastStart:
         land.copy_(source);

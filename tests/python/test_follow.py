@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import interlace
+from interlace.capture.sites import is_installed
 from interlace.errors import InterlaceError
 
 Tensor = torch.Tensor
@@ -218,3 +219,12 @@ def test_what_a_logger_remembers_is_no_change(caplog: pytest.LogCaptureFixture) 
         with caplog.at_level(logging.WARNING, "interlace"):
             trainer.step(batch_of(0))
         assert "compiling again" not in caplog.text
+
+
+@pytest.mark.parametrize(("file", "installed"), [
+    (torch.__file__, True), (logging.__file__, True), (interlace.__file__, True), ("<frozen importlib._bootstrap>", True),
+    ("/home/me/env/lib/python3.11/site-packages/timm/models/vit.py", True),  # of another environment, by a .pth file or PYTHONPATH
+    ("/usr/lib/python3/dist-packages/numpy/core.py", True), ("/home/me/site-packages.py", False), (__file__, False),
+])  # fmt: skip
+def test_what_counts_as_the_users_own_code(file: str, installed: bool) -> None:
+    assert is_installed(file) == installed

@@ -6,15 +6,14 @@ data; here it is an error that names the user's line and the call that works.
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
+from interlace.capture.sites import is_installed
 from interlace.errors import InterlaceError
 
 Tensor = torch.Tensor
@@ -41,8 +40,6 @@ def _allowed() -> set[Any]:
 
 _ALLOWED = _allowed()
 _IS_META = getattr(Tensor, "is_meta").__get__  # noqa: B009 (typed as bool)  # which load_state_dict asks for first; what comes later it would say once for each parameter
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def user_line() -> str:
@@ -50,7 +47,7 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OWN, _STANDARD, "<frozen")) and "site-packages" not in name and "dist-packages" not in name:
+        if not is_installed(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "(no line of yours)"

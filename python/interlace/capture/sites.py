@@ -7,22 +7,32 @@ number.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import sysconfig
 from types import CodeType, FrameType, TracebackType
 
 import torch
 from torch import nn
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_OURS)) + os.sep
 OUTSIDE = "(outside)"  # the path of what runs in no module of the model
 _current_node = torch._C._current_autograd_node
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def is_user_file(filename: str) -> bool:
-    return not (filename.startswith((_TORCH, _OURS, "<frozen")) or "/contextlib.py" in filename)
+    return not (filename.startswith((TORCH, _OURS, "<frozen")) or "/contextlib.py" in filename)
+
+
+@functools.cache
+def is_installed(filename: str) -> bool:
+    """Python's own library, or a package: in this environment or in any other folder of packages, as a .pth file or PYTHONPATH adds them."""
+    own = (TORCH, _PACKAGE, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
+    return filename.startswith(own) or f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}dist-packages{os.sep}" in filename
 
 
 def short_path(filename: str) -> str:

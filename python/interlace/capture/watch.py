@@ -22,7 +22,6 @@ import dis
 import functools
 import logging
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Collection, Iterator
 from operator import is_not
@@ -31,9 +30,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.sites import is_installed
+
 Tensor = torch.Tensor
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
-_INSTALLED = tuple({sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
 _TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "hasattr"})
@@ -354,7 +354,7 @@ class Watch:
             return
         self._seen[id(f.__code__)] = f
         code = f.__code__
-        installed = code.co_filename.startswith((*_INSTALLED, "<frozen"))
+        installed = is_installed(code.co_filename)
         if not installed:
             self._read |= _mentions(code)
         for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=False):
@@ -464,4 +464,4 @@ def _installed(x: Any) -> bool:
     module = x if isinstance(x, types.ModuleType) else sys.modules.get(getattr(x, "__module__", ""))
     file = getattr(module, "__file__", None)
     name = getattr(module, "__name__", "")
-    return (file is None and name != "__main__") or name.partition(".")[0] in ("torch", "interlace") or str(file).startswith(_INSTALLED)
+    return (file is None and name != "__main__") or name.partition(".")[0] in ("torch", "interlace") or is_installed(str(file))

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import inspect
 import sys
-import sysconfig
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,9 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.sites import TORCH, is_installed
+
 _TENSOR_BYTES = 64 << 20  # larger constants of the code are not read
-_INSTALLED = tuple({sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")})
-_TORCH = str(Path(torch.__file__).parent)
 _OF_THE_PROCESS = frozenset({"_original_object_hash"})  # attributes of library objects that no two processes share
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range)
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -153,7 +152,7 @@ class Fingerprint:
             self.named(code.co_freevars[i], content, f"{where}: '{code.co_freevars[i]}'")
         self.value(f.__defaults__, where)
         self.value(f.__kwdefaults__, where)
-        if _installed(code.co_filename):
+        if is_installed(code.co_filename):
             self.library(f.__module__)
             self.word(code.co_filename, code.co_firstlineno)
             return
@@ -178,7 +177,7 @@ class Fingerprint:
             self.named(name, x, where)
             return
         self.word("package", x.__name__)
-        if not _installed(getattr(x, "__file__", None)):  # config.SCALE of the user's own module
+        if not _of_a_package(x):  # config.SCALE of the user's own module
             for attribute in sorted(names & vars(x).keys()):
                 self.named(attribute, vars(x)[attribute], f"{where}.{attribute}")
 
@@ -192,7 +191,7 @@ class Fingerprint:
             self._kept.append(base)
             if base is object or not base.__flags__ & (1 << 9):
                 continue
-            if _installed(getattr(sys.modules.get(base.__module__), "__file__", None)):
+            if _of_a_package(sys.modules.get(base.__module__)):
                 self.library(base.__module__)
                 self._names_of(vars(base))
                 continue
@@ -217,7 +216,7 @@ class Fingerprint:
         self._libraries.add(module)
         loaded = sys.modules.get(module)
         file = getattr(loaded, "__file__", None)
-        if loaded is None or file is None or file.startswith(_TORCH) or module.partition(".")[0] in sys.stdlib_module_names:
+        if loaded is None or file is None or file.startswith(TORCH) or module.partition(".")[0] in sys.stdlib_module_names:
             self.word("installed", module)
             return
         self.word("installed", module, _file_digest(file))
@@ -280,13 +279,14 @@ class Fingerprint:
         )  # fmt: skip
 
 
+def _of_a_package(module: types.ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is None or is_installed(file)
+
+
 @functools.cache
 def _file_digest(file: str) -> str:
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError as e:
         raise Unsure(f"{file} cannot be read ({e.strerror})") from None
-
-
-def _installed(file: str | None) -> bool:
-    return file is None or file.startswith((*_INSTALLED, _TORCH, "<frozen"))
