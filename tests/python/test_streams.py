@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +282,16 @@ def test_a_line_that_is_wrong_ends_the_run_with_its_number(folder: Path) -> None
     file.write_text(file.read_text() + "nothing\n")
     done = train(folder, *TINY, "--text", "late.jsonl", "--stream", "--shuffle-buffer", "8", "--steps", "1000", "--ranks", "2")
     assert done.returncode == 1 and "late.jsonl, line 61: not JSON" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_one_that_is_dropped_takes_no_lock(folder: Path) -> None:
+    """The garbage collector drops them where it likes: once in a thread that had just begun, and held what the end of a thread asks for."""
+    found = stream(folder, shuffle=4)
+    found.batch_at(0)
+    with contextlib.ExitStack() as held:
+        for lock in filter(None, (getattr(threading, "_shutdown_locks_lock", None), concurrent.futures.thread._global_shutdown_lock)):
+            held.enter_context(lock)
+        dropping = threading.Thread(target=found._rows.close, daemon=True)
+        dropping.start()
+        dropping.join(30)
+        assert not dropping.is_alive()

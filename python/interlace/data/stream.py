@@ -12,11 +12,12 @@ block and the one at hand are all that is in memory.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,27 @@ class _Document:
 START = Place()
 _Row = tuple[np.ndarray, int]  # seq + 1 tokens, and how many targets count
 _Block = tuple[Place, list[_Row]]
+
+
+def _beside(make: Callable[[], _Block]) -> Callable[[], _Block]:
+    """Begins to make a block in a thread; what comes back waits for it. It owns nothing that must be closed: a stream may be dropped by the
+    garbage collector, in any thread at any moment, also while a thread that starts holds the lock that the end of another one asks for."""
+    made: SimpleQueue[tuple[_Block | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            made.put((make(), None))
+        except BaseException as e:
+            made.put((None, e))
+
+    def wait() -> _Block:
+        block, error = made.get()
+        if block is None:
+            raise error or AssertionError
+        return block
+
+    threading.Thread(target=run).start()
+    return wait
 
 
 @dataclass
@@ -121,17 +143,16 @@ class TokenStream:
 
     def _endless(self) -> Iterator[_Row]:
         blocks = self._blocks(self.place._replace(row=0))
-        with ThreadPoolExecutor(1) as beside:  # one block ahead; its encoding releases Python's lock
-            made: Future[_Block] = beside.submit(next, blocks)
-            used = self.place.row
-            while True:
-                start, rows = made.result()
-                made = beside.submit(next, blocks)
-                order = permuted(np.arange(len(rows)), len(rows), self.seed, start.block)
-                for i in range(min(used, len(rows)), len(rows)):
-                    self.place = start._replace(row=i + 1)
-                    yield rows[order[i]]
-                used = 0
+        made = _beside(lambda: next(blocks))  # one block ahead; its encoding releases Python's lock
+        used = self.place.row
+        while True:
+            start, rows = made()
+            made = _beside(lambda: next(blocks))
+            order = permuted(np.arange(len(rows)), len(rows), self.seed, start.block)
+            for i in range(min(used, len(rows)), len(rows)):
+                self.place = start._replace(row=i + 1)
+                yield rows[order[i]]
+            used = 0
 
     def _blocks(self, at: Place) -> Iterator[_Block]:
         documents = self._documents(at)
