@@ -28,9 +28,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SOFT = str(HERE.parent / "tests" / "accelerator" / "python")
-sys.path[:0] = [str(HERE), SOFT]  # torch looks for its devices when it is imported, here and in the ranks' processes
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), SOFT, os.environ.get("PYTHONPATH", "")]))
-os.environ |= {"SOFT_CHECK": "0", "OMP_NUM_THREADS": "1", "INTERLACE_CACHE": "off"}
+if __name__ == "__main__":  # torch looks for its devices when it is imported, here and in the ranks' processes
+    sys.path[:0] = [str(HERE), SOFT]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), SOFT, os.environ.get("PYTHONPATH", "")]))
+    os.environ |= {"SOFT_CHECK": "0", "OMP_NUM_THREADS": "1", "INTERLACE_CACHE": "off"}
 
 from common import quartiles, write_json  # noqa: E402
 
