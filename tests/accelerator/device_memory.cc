@@ -171,6 +171,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       std::memset(Real(at), kPoison, bytes);
       return true;
     });
+    Engine::Get().FlushBeforeNext(stream);  // now: another stream may be its first user
     return new Block{at, bytes, stream, pool, {}};
   }
   void Return(Block* block) {
