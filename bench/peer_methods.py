@@ -44,6 +44,7 @@ class Method:
     build: Callable[[Settings], Step]
     needs: str = ""  # a package that is not part of the environment
     ours: bool = False
+    by_name: bool = False  # not in the table by default
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
@@ -355,7 +356,7 @@ METHODS = {
         *(
             Method(
                 f"{strategy}-regions", f"interlace {strategy}, compiled regions", kind, "interlace",
-                partial(interlace_step, strategy=strategy, regions="on"), ours=True,
+                partial(interlace_step, strategy=strategy, regions="on"), ours=True, by_name=True,
             )
             for strategy, kind in (("shard", "sharded"), ("zero1", "gathered"), ("replicate", "replicated"))
         ),

@@ -299,10 +299,10 @@ class Bench:
 
 
 def chosen(only: str | None, hybrid: bool = False) -> list[Method]:
-    """Methods by name, in the table's order; by default those of a mesh of two axes, or all others. Error: an unknown name (did you
-    mean)."""
+    """Methods by name, in the table's order; without names those of a mesh of two axes, or all others, but no method that is only there by
+    name. Error: an unknown name (did you mean)."""
     if only is None:
-        return [m for m in METHODS.values() if (m.kind == "hybrid") == hybrid and not m.name.endswith("-regions")]
+        return [m for m in METHODS.values() if (m.kind == "hybrid") == hybrid and not m.by_name]
     names = [name.strip() for name in only.split(",") if name.strip()]
     for name in names:
         if name not in METHODS:
