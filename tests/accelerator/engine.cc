@@ -18,7 +18,7 @@ namespace {
 thread_local int current_stream = 0;
 thread_local int own_depth = 0;
 thread_local double own_ms = 0, own_since = 0;
-constexpr int kPool = 32;
+constexpr int kPool = Pace::kStreams - 1;
 constexpr int kWorkers = 2;
 constexpr double kPatienceMs = 120e3;
 constexpr double kAskAgainMs = 0.02;  // of a collective that waits for its peers
@@ -387,7 +387,8 @@ void Engine::Synchronize(const EventPtr& event) {
 }
 
 void Engine::SynchronizeAll() {
-  for (size_t i = 0; i < streams_.size(); ++i) Synchronize(static_cast<int>(i));
+  const size_t count = pace_ ? Pace::kStreams : streams_.size();  // without those of graphs: they are not paced
+  for (size_t i = 0; i < count; ++i) Synchronize(static_cast<int>(i));
 }
 
 uint64_t Engine::Issued(int stream) {

@@ -22,7 +22,7 @@ namespace soft {
 
 namespace {
 
-constexpr int kRanks = 16, kStreams = 33, kMeetings = 256;
+constexpr int kRanks = 16, kMeetings = 256;
 constexpr uint64_t kRing = 1 << 14, kLog = 1 << 15;  // what a stream has been given at most; what is remembered
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kDone = 1e-3;          // ns: less than this is none left
@@ -88,7 +88,11 @@ struct Model {
     bool waits;  // its host, for this:
     int32_t wait_stream;
     uint64_t wait_number, logged;
-    Stream streams[kStreams];
+    Stream streams[Pace::kStreams];
+    Stream& On(int stream) {
+      TORCH_CHECK(stream >= 0 && stream < Pace::kStreams, "soft device, paced: stream ", stream, " is a graph's own");
+      return streams[stream];
+    }
     Paced log[kLog];
   };
 
@@ -357,7 +361,7 @@ uint64_t Pace::Give(int stream, const Given& given) {
   const Locked locked(model_);
   if (!virtual_) model_->Advance(RealNs());
   Model::Rank& rank = model_->rank[rank_];
-  Model::Stream& to = rank.streams[stream];
+  Model::Stream& to = rank.On(stream);
   TORCH_CHECK(to.issued - to.finished < kRing, "soft device, paced: a stream was given ", kRing,
               " ops that have not run: wait for it now and then");
   rank.used = std::max(rank.used, stream + 1);
@@ -402,13 +406,13 @@ uint64_t Pace::Meet(int stream, uint64_t key, int size, uint64_t form) {
 bool Pace::Over(int stream, uint64_t number) {
   const Locked locked(model_);
   if (!virtual_) model_->Advance(RealNs());
-  return model_->rank[rank_].streams[stream].finished >= number;
+  return model_->rank[rank_].On(stream).finished >= number;
 }
 
 void Pace::Await(int stream, uint64_t number) {
   const double give_up = RealNs() + kPatienceNs;
   Model::Rank& rank = model_->rank[rank_];
-  Model::Stream& on = rank.streams[stream];
+  Model::Stream& on = rank.On(stream);
   for (bool first = true;; first = false) {
     double sleep = kLookNs;
     {
@@ -436,12 +440,12 @@ void Pace::Await(int stream, uint64_t number) {
 
 uint64_t Pace::Issued(int stream) {
   const Locked locked(model_);
-  return model_->rank[rank_].streams[stream].issued;
+  return model_->rank[rank_].On(stream).issued;
 }
 
 double Pace::EndedMs(int stream, uint64_t number) {
   const Locked locked(model_);
-  Model::Stream& on = model_->rank[rank_].streams[stream];
+  Model::Stream& on = model_->rank[rank_].On(stream);
   TORCH_CHECK(number <= on.finished && number + kRing > on.issued, "soft device, paced: that event is too long ago");
   return on.At(number).end_ns / 1e6;
 }

@@ -55,6 +55,8 @@ struct Model;  // what ranks share
 
 class Pace {
  public:
+  static constexpr int kStreams = 33;  // the default one and torch's pool; graphs have more of their own, which are not paced
+
   // `file`: the same on all ranks, best in memory (/dev/shm); the first makes it. Whoever made the run removes it.
   Pace(const std::string& file, int rank, int ranks, bool virtual_time);
   ~Pace();  // the clock goes on without this rank

@@ -76,6 +76,32 @@ def test_nothing_is_computed_and_the_host_reads_ones(pace: Paced) -> None:
         x.nonzero()
 
 
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="this torch has no device graphs")
+def test_a_paced_device_does_not_wait_for_streams_that_graphs_left(tmp_path: Path) -> None:
+    """Graphs have streams beyond torch's pool. Whoever waited for all of them read what lay behind the model's own streams."""
+    import soft_device
+
+    x, side = torch.ones(8, device="soft"), torch.Stream("soft")
+    graph = torch.accelerator.Graph()
+    with torch.Stream("soft"), graph:
+        main = torch.accelerator.current_stream()
+        side.wait_stream(main)
+        with soft_device.stream(side):
+            x.mul_(3)
+        main.wait_stream(side)
+    graph.replay()
+    assert x[0].item() == 3
+    here = Paced(str(tmp_path / "model"))
+    try:
+        here.program([cost(COMPUTE, 100), cost(COMPUTE, 40)])
+        with soft_device.stream(side):
+            here.issue(1, x.add_, 1)  # the first that ends is on a stream that is not the default one
+        here.issue(0, x.add_, 1)
+        assert here.taken() == [(1, 0, 40), (0, 0, 100)]
+    finally:
+        soft_device.use("free")
+
+
 def test_times_add_up_on_a_stream_and_over_a_wait(pace: Paced) -> None:
     """
         main  |= 0: 100 =|= 1: 50 =|......|= 3: 10 =|
