@@ -22,7 +22,9 @@ from typing import Any
 
 import followed_values
 import numpy as np
+import parity
 import pytest
+import ranks
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -375,10 +377,17 @@ def hook_of_all_modules() -> Made:
     return Net(), square, change
 
 
-@refused("parameter 'first.weight' has a gradient hook")
-def hook_of_a_parameter() -> Made:
+@followed
+def hooks_of_parameters() -> Made:
+    model, mask = Net(), torch.tensor([1.0, 0.0, 1.0]).double()
+    model.last.weight.register_hook(lambda g: g * mask[:, None])
+    return model, square, lambda i, o: model.first.weight.register_hook(lambda g: -0.3 * g) if i == 1 else None
+
+
+@refused("parameter 'first.weight' has a hook that runs when its gradient is there")
+def hook_when_a_gradient_is_there() -> Made:
     model = Net()
-    return model, square, lambda i, o: model.first.weight.register_hook(lambda g: g * 2) if i == 2 else None
+    return model, square, lambda i, o: model.first.weight.register_post_accumulate_grad_hook(lambda p: None) if i == 2 else None
 
 
 @refused(r"test_follow_kinds.py:\d+: this hook before the optimizer's step reads gradients")
@@ -446,7 +455,7 @@ def _as_before() -> Any:
             setattr(x, name, value)
 
 
-def eager(make: Callable[[], Made]) -> list[float]:
+def eager(make: Callable[[], Made], size: int) -> list[float]:
     torch.manual_seed(0)
     model, loss_fn, change = make()
     model.double()
@@ -454,34 +463,49 @@ def eager(make: Callable[[], Made]) -> list[float]:
     losses = []
     for i in range(STEPS):
         change(i, optimizer)
-        loss = loss_fn(model, batch_of(i))
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        loss.backward()
+        total = 0.0
+        for rank in range(size):
+            loss = loss_fn(model, batch_of(10 * i + rank))
+            loss = (loss[0] if isinstance(loss, tuple) else loss) / size
+            loss.backward()
+            total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(total)
     return losses
 
 
-def ours(make: Callable[[], Made]) -> list[float]:
+def ours(make: Callable[[], Made], **config: Any) -> list[float]:
+    rank = parity.rank_and_size()[0]
     torch.manual_seed(0)
     model, loss_fn, change = make()
     optimizer = torch.optim.AdamW(model.double().parameters(), lr=1e-2)
-    with interlace.compile(model, optimizer, loss_fn, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=60, **config)
+    with interlace.compile(model, optimizer, loss_fn, batch_of(rank), settings) as trainer:
         losses = []
         for i in range(STEPS):
             change(i, optimizer)
-            losses.append(trainer.step(batch_of(i)).item())
+            losses.append(parity.mean_over_ranks(trainer.step(batch_of(10 * i + rank))))
     return losses
+
+
+def compare(kind: str, **config: Any) -> None:
+    expected = eager(FOLLOWED[kind], parity.rank_and_size()[1])
+    while removed:
+        removed.pop()()
+    assert ours(FOLLOWED[kind], **config) == pytest.approx(expected, rel=1e-9)
+    assert "clock" in kind or len(set(expected)) == STEPS
 
 
 @pytest.mark.parametrize("kind", FOLLOWED)
 def test_followed(kind: str) -> None:
-    expected = eager(FOLLOWED[kind])
-    while removed:
-        removed.pop()()
-    assert ours(FOLLOWED[kind]) == pytest.approx(expected, rel=1e-9)
-    assert "clock" in kind or len(set(expected)) == STEPS
+    compare(kind)
+
+
+@pytest.mark.parametrize("strategy", ["shard", "replicate"])
+@pytest.mark.parametrize("kind", ["hooks_of_parameters", "criterion_that_is_a_module", "attributes_of_the_models_class", "environment"])
+def test_followed_on_two_ranks(kind: str, strategy: str) -> None:
+    ranks.run(compare, 2, kind, strategy=strategy)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

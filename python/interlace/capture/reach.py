@@ -299,8 +299,8 @@ class Reach:
         self._value(vars(f), where)
         names = mentions(f.__code__)
         self.read |= names
-        loads, imports = _loads(f.__code__)
-        for name in sorted(loads & f.__globals__.keys()):
+        loaded, imports = loads(f.__code__)
+        for name in sorted(loaded & f.__globals__.keys()):
             self._global(f.__globals__, name, names, where)
         for name in sorted(imports & sys.modules.keys()):
             self._in_module(sys.modules[name], names, where)
@@ -385,8 +385,8 @@ def mentions(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.cache
-def _loads(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Globals that code reads, and modules that it imports; `mentions` has its attributes too, and a script's own `loss` is none of
+def loads(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Globals that code reads, and modules that it imports. `mentions` has its attributes too, and a script's own `loss` is none of
     `out.loss`."""
     found: tuple[set[str], set[str]] = set(), set()
     for i in dis.get_instructions(code):
@@ -398,7 +398,7 @@ def _loads(code: types.CodeType) -> tuple[set[str], set[str]]:
         found[0].update(c for c in code.co_consts if isinstance(c, str))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            for mine, inner in zip(found, _loads(constant), strict=True):
+            for mine, inner in zip(found, loads(constant), strict=True):
                 mine |= inner
     return found
 

@@ -110,7 +110,7 @@ class Watch:
         for p in self._reach.contents:
             now = p.look()
             if not same(p.value, now):
-                if p.put is None:
+                if p.put is None:  # an array or tensor that was written
                     found.append(Change(p.where, p.of, p.of, "tensor", lambda value: None, p.owner))
                 else:
                     found.append(Change(p.where, p.value, now, "value", p.put, p.owner))
