@@ -331,12 +331,9 @@ class Reach:
 
 def _hooks_of(parameters: list[nn.Parameter]) -> tuple:
     """What register_hook and register_post_accumulate_grad_hook were given, but for the trainer's own."""
-    found: list[Any] = []
-    for p in parameters:
-        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
-            if hooks:
-                found += [hook for hook in hooks.values() if not getattr(hook, OWN_HOOK, False)]
-    return tuple(found)
+    with torch._C.DisableTorchFunctionSubclass():  # which those whose values are in a trainer are
+        tables = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    return tuple(hook for hooks in tables for hook in hooks.values() if not getattr(hook, OWN_HOOK, False))
 
 
 def _tensor(x: Tensor) -> tuple:

@@ -54,7 +54,7 @@ class Follow:
         self._programs: dict[tuple[str, str], tuple[Built, int]] = {}
         self._turns: Counter[str] = Counter()  # programs captured for other ways, by the place that tells them apart
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
-        self._memory: tuple[Any, list[tuple[ModelTensor, Tensor, int]]] = None, []  # an executor, and where the model's tensors are
+        self._memory: tuple[Any, list[tuple[ModelTensor, int]]] = None, []  # a program, and where the model's tensors are
         self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
         self._look()
 
@@ -87,20 +87,20 @@ class Follow:
     def _take_assigned(self) -> None:
         """Parameters and buffers that were given other memory (`p.data = t`): their values go into the program's."""
         run = self.run
-        if self._memory[0] is not run.executor:
+        if self._memory[0] is not run.ir:
             found = [(t, self._storage(t)) for t in collect(self.captures.model)]
-            self._memory = run.executor, [(t, s, s.data_ptr()) for t, s in found if s is not None and s.device == t.real.device]
-        for i, (t, storage, pointer) in enumerate(self._memory[1]):
+            self._memory = run.ir, [(t, s.data_ptr()) for t, s in found if s is not None and s.device == t.real.device]
+        for i, (t, pointer) in enumerate(self._memory[1]):
             if t.real.data_ptr() == pointer:
                 continue
-            new = self._storage(t)
-            if new is None or (new.shape, new.dtype) != (t.real.shape, t.real.dtype):
-                raise InterlaceError(f"'{t.name}' is {describe(t.real)} now and was {describe(storage)} when compiled; compile again")
-            if t.real.data_ptr() != new.data_ptr():
+            storage = self._storage(t)
+            if storage is None or (storage.shape, storage.dtype) != (t.real.shape, t.real.dtype):
+                raise InterlaceError(f"'{t.name}' is {describe(t.real)} of {t.real.dtype} now, and was not when compiled; compile again")
+            if t.real.data_ptr() != storage.data_ptr():
                 run.flush()
-                new.copy_(t.real.detach())
-                point_at(t.real, new)
-            self._memory[1][i] = t, new, new.data_ptr()
+                storage.copy_(t.real.detach())
+                point_at(t.real, storage)
+            self._memory[1][i] = t, storage.data_ptr()
 
     def _storage(self, t: ModelTensor) -> Tensor | None:
         """What the program keeps a tensor of the model in, whole."""
