@@ -18,6 +18,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import followed_values
@@ -440,6 +441,11 @@ def clock_that_only_measures() -> Made:
 removed: list[Callable[[], None]] = []
 
 
+def take_off() -> None:
+    while removed:
+        removed.pop()()
+
+
 @pytest.fixture(autouse=True)
 def _as_before() -> Any:
     places = (Options, followed_values, followed_values.Settings, Net)
@@ -448,8 +454,7 @@ def _as_before() -> Any:
     Options.table, number.value, number.deep = [1.0], 1.0, {"x": [1.0]}
     yield
     F.gelu = gelu
-    while removed:
-        removed.pop()()
+    take_off()
     for x, before in values.items():
         for name, value in before.items():
             setattr(x, name, value)
@@ -480,7 +485,7 @@ def ours(make: Callable[[], Made], **config: Any) -> list[float]:
     torch.manual_seed(0)
     model, loss_fn, change = make()
     optimizer = torch.optim.AdamW(model.double().parameters(), lr=1e-2)
-    settings = interlace.Config(schedule=[], cache="off", timeout_s=60, **config)
+    settings = interlace.Config(schedule=[], timeout_s=60, **{"cache": "off", **config})
     with interlace.compile(model, optimizer, loss_fn, batch_of(rank), settings) as trainer:
         losses = []
         for i in range(STEPS):
@@ -491,15 +496,18 @@ def ours(make: Callable[[], Made], **config: Any) -> list[float]:
 
 def compare(kind: str, **config: Any) -> None:
     expected = eager(FOLLOWED[kind], parity.rank_and_size()[1])
-    while removed:
-        removed.pop()()
-    assert ours(FOLLOWED[kind], **config) == pytest.approx(expected, rel=1e-9)
+    take_off()
+    losses = ours(FOLLOWED[kind], **config)
+    take_off()
+    assert losses == pytest.approx(expected, rel=1e-9)
     assert "clock" in kind or len(set(expected)) == STEPS
 
 
 @pytest.mark.parametrize("kind", FOLLOWED)
-def test_followed(kind: str) -> None:
-    compare(kind)
+def test_followed(kind: str, tmp_path: Path) -> None:
+    """Without a cache of captures and with one, which must not take what was captured before for this."""
+    for cache in ("off", str(tmp_path)):
+        compare(kind, cache=cache)
 
 
 @pytest.mark.parametrize("strategy", ["shard", "replicate"])

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as hooks_of_all
+from torch.nn.modules import module as nn_module
 
 from interlace.capture.model_tensors import OWN_HOOK
 from interlace.capture.sites import is_installed
@@ -148,9 +148,8 @@ class Reach:
             if loss_fn is not None:
                 name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
                 self._value(loss_fn, "the loss function" if name == "<lambda>" else name)
-        for name, table in vars(hooks_of_all).items():
-            if name.startswith("_global_") and isinstance(table, dict):
-                self._hold(table, functools.partial(_item, f"'{name}' of torch.nn"), "value", None)
+        for i, table in enumerate(hooks_of_all()):
+            self._hold(table, functools.partial(_item, f"'global_{i}_hooks' of torch.nn"), "value", None)
         parameters = dict(model.named_parameters())
         look = functools.partial(_hooks_of, list(parameters.values()))
         self.contents.append(Contents(None, look, look(), "the hooks of a parameter", None, lambda value: None))
@@ -327,6 +326,11 @@ class Reach:
             elif (id(module), attribute) not in self._seen:
                 self._seen[(id(module), attribute)] = module
                 self._slot(vars(module), attribute, f"'{attribute}' of {module.__name__}")
+
+
+def hooks_of_all() -> list[dict]:
+    """Those of torch.nn.modules.module.register_module_forward_hook and its like."""
+    return [table for name, table in vars(nn_module).items() if name.startswith("_global_") and isinstance(table, dict)]
 
 
 def _hooks_of(parameters: list[nn.Parameter]) -> tuple:

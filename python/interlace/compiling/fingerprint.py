@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture.reach import loads, mentions
+from interlace.capture.reach import hooks_of_all, loads, mentions
 from interlace.capture.sites import TORCH, is_installed
 
 _TENSOR_BYTES = 64 << 20  # larger constants of the code are not read
@@ -183,9 +183,13 @@ class Fingerprint:
             self.named(name, x, where)
             return
         self.word("package", x.__name__)
-        if not _of_a_package(x):  # config.SCALE of the user's own module
-            for attribute in sorted(names & vars(x).keys()):
-                self.named(attribute, vars(x)[attribute], f"{where}.{attribute}")
+        for attribute in sorted(names & vars(x).keys()):
+            item = vars(x)[attribute]
+            code = getattr(item, "__code__", None)
+            if not _of_a_package(x) or (code is not None and not is_installed(code.co_filename)):  # config.SCALE, or put there
+                self.named(attribute, item, f"{where}.{attribute}")
+            elif type(item) in _PLAIN or isinstance(item, (types.FunctionType, type)):
+                self.word(attribute, repr(item) if type(item) in _PLAIN else (item.__module__, item.__qualname__))
 
     def type(self, cls: type, where: str) -> None:
         """A class by its code and that of its bases."""
@@ -284,6 +288,7 @@ class Fingerprint:
             cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled,
             sys.version_info[:3],
         )  # fmt: skip
+        self.value([list(hooks.values()) for hooks in hooks_of_all()], "hooks of all modules")
 
 
 def _of_a_package(module: types.ModuleType | None) -> bool:
