@@ -292,10 +292,8 @@ template <typename T>
   const Math scale = static_cast<Math>(plan.grad_scale);
   Math* registers[kMaxRuleRegisters];
   for (int r = 0; r < plan.form->registers; ++r) registers[r] = scratch[r];
-  // One pass over memory alone needs no pieces: what is done once for each would be a tenth of RMSprop's time.
-  const int64_t piece = !kWiden && plan.passes.size() == 1 && !plan.scratch_grad ? end - begin : kRulePiece;
-  for (; begin < end; begin += piece) {
-    const int64_t n = std::min(piece, end - begin);
+  for (; begin < end; begin += kRulePiece) {
+    const int64_t n = std::min(kRulePiece, end - begin);
     for (int f = 0; f < plan.count; ++f) {
       T* const flat = reinterpret_cast<T*>(plan.flats[f]) + begin;
       if constexpr (kWiden) {
