@@ -5,7 +5,8 @@ such code mentions. Of the attributes of objects of the user's classes only thos
 keeps beside (histories, counters) is not followed; a class whose code reads attributes by computed names may read all of them, and so
 may classes of libraries.
 
-Not followed: files, what other processes write, tensors above 64 KiB that are written behind PyTorch's back (`t.data`, NumPy).
+Not followed: files, what other processes write, arrays above 4 MiB, tensors above 64 KiB that are written behind PyTorch's back (`t.data`,
+NumPy).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _OF_LOGS = (logging.Filterer, logging.Manager)  # loggers remember which levels 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _CLOCKS = frozenset({"time", "datetime", "uuid", "secrets"})
 _MANY = 4096  # items of a container beyond which only its identity and size count
-_SMALL = 1 << 16  # bytes that are compared at each look
+_SMALL, _LARGE = 1 << 16, 1 << 22  # bytes that are compared at each look; of which a checksum is
 # Attributes that torch.nn.Module's own code reads.
 _OF_MODULES = frozenset(name for name in vars(nn.Module()) if name not in _TABLES) | {"forward"}
 
@@ -348,9 +349,11 @@ def _tensor(x: Tensor) -> tuple:
 
 
 def _bytes(x: Any) -> Any:
-    """What is in an array; None where nobody can say."""
+    """What is in an array; None where nobody can say, or it takes too long."""
     try:
         view = memoryview(x)
+        if view.nbytes > _LARGE:
+            return None
         return view.tobytes() if view.nbytes <= _SMALL else zlib.crc32(view if view.c_contiguous else view.tobytes())
     except (TypeError, ValueError, BufferError):
         return None
