@@ -130,7 +130,8 @@ def setter(space: Any, name: Any) -> Callable[[Any], None]:
 
 
 class Reach:
-    """`tables`, `slots`, `contents`: what there is to look at. `read`: the names that the user's own code mentions."""
+    """`tables`, `slots`, `contents`: what there is to look at. `read`: the names that the user's own code mentions. `varies`: it may read a
+    clock, an iterator or one of `generators`."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self.read: set[str] = set()
@@ -142,6 +143,7 @@ class Reach:
             self.tables: list[Held] = []
             self.slots: list[Slot] = []
             self.contents: list[Contents] = []
+            self.generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []  # Python's and NumPy's: how to get and set a state
             self.varies = False
             self._seen: dict[Any, Any] = {}
             for path, module in model.named_modules():
@@ -149,6 +151,7 @@ class Reach:
             if loss_fn is not None:
                 name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
                 self._value(loss_fn, "the loss function" if name == "<lambda>" else name)
+        self.varies |= bool(self.generators)
         for i, table in enumerate(hooks_of_all()):
             self._hold(table, functools.partial(_item, f"'global_{i}_hooks' of torch.nn"), "value", None)
         parameters = dict(model.named_parameters())
@@ -191,7 +194,7 @@ class Reach:
             return
         self._seen[id(x)] = x
         own = type(x).__module__
-        self.varies |= hasattr(type(x), "__next__") or isinstance(x, random.Random) or own.startswith("numpy.random")
+        self.varies |= hasattr(type(x), "__next__")
         if isinstance(x, Tensor):
             if not isinstance(x, nn.Parameter) and not x.is_inference():
                 self._look(x, functools.partial(_tensor, x), where, owner, None)
@@ -235,6 +238,11 @@ class Reach:
         elif own == "numpy" or isinstance(x, (bytearray, ctypes.Structure, ctypes.Array, ctypes._SimpleCData)) or own == "array":
             if _bytes(x) is not None:
                 self._look(x, functools.partial(_bytes, x), where, owner, None)
+        elif isinstance(x, random.Random):
+            self.generators.append((x.getstate, x.setstate))
+        elif own.startswith("numpy.random") and hasattr(x, "bit_generator"):
+            bits = x.bit_generator
+            self.generators.append((functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
         elif isinstance(x, (types.ModuleType, torch.optim.Optimizer, *_OF_LOGS)) or own.startswith(("torch", "numpy", "interlace")):
             return
         else:

@@ -81,6 +81,7 @@ class Watch:
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._reach = Reach(model, loss_fn)
         self.varies = self._reach.varies
+        self._first = self._later = [get() for get, _ in self._reach.generators]
         self._dicts = [h for h in self._reach.tables if isinstance(h.holder, dict) and h.holder]
         self._of_empty = [h for h in self._reach.tables if isinstance(h.holder, dict) and not h.holder]  # most hooks' tables are
         self._empty = [h.holder for h in self._of_empty]
@@ -126,7 +127,15 @@ class Watch:
         for change in reversed(found):
             if change.kind != "tensor":
                 change.put(change.before)
+        self._later = [get() for get, _ in self._reach.generators]
+        for (_, put), state in zip(self._reach.generators, self._first, strict=True):
+            put(state)
         return found
+
+    def draw_on(self) -> None:
+        """Generators of random numbers go on where they were when restore() put them back."""
+        for (_, put), state in zip(self._reach.generators, self._later, strict=True):
+            put(state)
 
     @contextlib.contextmanager
     def as_tensors(self, places: Collection[str], dtype: torch.dtype) -> Iterator[dict[int, str]]:
