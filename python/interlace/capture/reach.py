@@ -76,19 +76,8 @@ class Held:
 
 
 @dataclasses.dataclass
-class Slot:
-    """A name in a space (a dict, or Attributes), and what it holds."""
-
-    space: Any
-    name: str
-    value: Any
-    where: str
-    owner: str | None = None
-
-
-@dataclasses.dataclass
-class Contents:
-    """Something that is looked into: `look` gives what is in `of`, `put` changes it back."""
+class Place:
+    """A name, or something that is looked into: `look` gives what is there or in `of`, `put` changes it back (MISSING takes it away)."""
 
     of: Any
     look: Callable[[], Any]
@@ -130,7 +119,7 @@ def setter(space: Any, name: Any) -> Callable[[Any], None]:
 
 
 class Reach:
-    """`tables`, `slots`, `contents`: what there is to look at. `read`: the names that the user's own code mentions. `varies`: it may read a
+    """`tables`, `places`: what there is to look at. `read`: the names that the user's own code mentions. `varies`: it may read a
     clock, an iterator or one of `generators`."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
@@ -141,8 +130,7 @@ class Reach:
         while known != (len(self.read), len(self._any)):  # each round knows more names
             known = len(self.read), len(self._any)
             self.tables: list[Held] = []
-            self.slots: list[Slot] = []
-            self.contents: list[Contents] = []
+            self.places: list[Place] = []
             self.generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []  # Python's and NumPy's: how to get and set a state
             self.varies = False
             self._seen: dict[Any, Any] = {}
@@ -155,8 +143,7 @@ class Reach:
         for i, table in enumerate(hooks_of_all()):
             self._hold(table, functools.partial(_item, f"'global_{i}_hooks' of torch.nn"), "value", None)
         parameters = dict(model.named_parameters())
-        look = functools.partial(_hooks_of, list(parameters.values()))
-        self.contents.append(Contents(None, look, look(), "the hooks of a parameter", None, lambda value: None))
+        self._look(None, functools.partial(_hooks_of, list(parameters.values())), "the hooks of a parameter", None, lambda value: None)
 
     def _module(self, module: nn.Module, where: str) -> None:
         path = self._paths.get(id(module))
@@ -182,12 +169,11 @@ class Reach:
         self.tables.append(Held(d, keys, values, where, kind, owner, names))
 
     def _slot(self, space: Any, name: str, where: str, owner: str | None = None) -> Any:
-        value = space.get(name, MISSING)
-        self.slots.append(Slot(space, name, value, where, owner))
-        return value
+        return self._look(None, functools.partial(space.get, name, MISSING), where, owner, setter(space, name))
 
-    def _look(self, of: Any, look: Callable[[], Any], where: str, owner: str | None, put: Callable[[Any], None] | None) -> None:
-        self.contents.append(Contents(of, look, look(), where, owner, put))
+    def _look(self, of: Any, look: Callable[[], Any], where: str, owner: str | None, put: Callable[[Any], None] | None) -> Any:
+        self.places.append(Place(of, look, look(), where, owner, put))
+        return self.places[-1].value
 
     def _value(self, x: Any, where: str, owner: str | None = None) -> None:
         if isinstance(x, _SIMPLE) or id(x) in self._seen:

@@ -104,17 +104,14 @@ class Watch:
             moved = len(h.holder) != len(h.values) or any(map(is_not, h.holder, h.values))
             if moved and not same(list(h.values), h.holder):
                 found.append(Change(h.where(""), list(h.values), list(h.holder), h.kind, _fill(h.holder), h.owner))
-        for s in self._reach.slots:
-            now = s.space.get(s.name, MISSING)
-            if now is not s.value and not same(s.value, now):
-                found.append(Change(s.where, s.value, now, "value", setter(s.space, s.name), s.owner))
-        for p in self._reach.contents:
+        for p in self._reach.places:
             now = p.look()
-            if not same(p.value, now):
-                if p.put is None:  # an array or tensor that was written
-                    found.append(Change(p.where, p.of, p.of, "tensor", lambda value: None, p.owner))
-                else:
-                    found.append(Change(p.where, p.value, now, "value", p.put, p.owner))
+            if now is p.value or same(p.value, now):
+                continue
+            if p.put is None:  # an array or tensor that was written
+                found.append(Change(p.where, p.of, p.of, "tensor", lambda value: None, p.owner))
+            else:
+                found.append(Change(p.where, p.value, now, "value", p.put, p.owner))
         return found
 
     def changed(self) -> list[Change]:
@@ -156,9 +153,9 @@ class Watch:
             for key, value in zip(h.keys, h.values, strict=True):
                 if type(value) is float and h.counts(key):
                     yield Change(h.where(key), value, value, h.kind, setter(h.holder, key), h.owner)
-        for s in self._reach.slots:
-            if type(s.value) is float:
-                yield Change(s.where, s.value, s.value, "value", setter(s.space, s.name), s.owner)
+        for p in self._reach.places:
+            if type(p.value) is float and p.put is not None:
+                yield Change(p.where, p.value, p.value, "value", p.put, p.owner)
 
     def numbers(self) -> dict[str, float]:
         """The floats, by place."""
@@ -171,11 +168,9 @@ class Watch:
             for key, value in zip(h.keys, h.values, strict=True):
                 if h.counts(key):
                     yield h.where(key), _mark(value)
-        for s in self._reach.slots:
-            yield s.where, _mark(s.value)
-        for p in self._reach.contents:
+        for p in self._reach.places:
             if p.owner is None or not isinstance(p.of, Tensor) or "]" in p.where:
-                yield f"contents of {p.where}", _mark(p.value)
+                yield p.where, _mark(p.value)
 
     @staticmethod
     def _in_dict(h: Held, all_names: bool) -> list[Change]:
