@@ -160,14 +160,17 @@ def measured_host(ranks: int, micro_batches: list[int], store: Path) -> Here:
 
 
 def measure_cuts(host: Here, stages: list[dict[str, Any]], layers: str) -> None:
-    """The ops of stages that cut products, as their ranks run them, where half of them or more have not been measured yet."""
+    """The ops of a model whose products are cut as on these stages, where half of them or more have not been measured yet: of all its
+    layers on one stage, which sends nothing to another."""
     from interlace import _core
 
-    plan = json.loads(_core.read_plan(with_predictions(stages, layers, host.text)))
-    for program, stage in zip(programs_of(plan) or [], plan["stages"], strict=False):
+    ranks, tp = sum(stage["dp"] * stage["tp"] for stage in stages), stages[0]["tp"]
+    one = {"layers": BLOCKS, "dp": ranks // tp, "tp": tp, "zero": 0, "full": 0, "selective": 0, "states": 0}
+    plan = json.loads(_core.read_plan(with_predictions([one], layers, host.text)))
+    for program in programs_of(plan) or []:
         keys = keys_of(text := str(program.print()))
         if host.measured is not None and 2 * len(keys & host.measured.keys) < len(keys):
-            host.measure(MODEL, stage["micro_batch"], SEQ, text)
+            host.measure(MODEL, plan["stages"][0]["micro_batch"], SEQ, text)
 
 
 def main() -> None:
