@@ -127,8 +127,8 @@ class Wanted:
         from concurrent.futures import ProcessPoolExecutor
         from concurrent.futures.process import BrokenProcessPool
 
-        # What all parts need is imported and made before the processes part, with the first region.
-        known = dict([_text_of(self.funcs[0], self.threads)])
+        # What all parts need is imported and made before the processes part, with the smallest region.
+        known = dict([_text_of(min(self.funcs, key=lambda func: (len(func["ops"]), func["key"])), self.threads)])
         with tempfile.TemporaryDirectory(prefix="interlace-regions-") as scratch:
             parts = _shared_out(self.funcs)
             work = functools.partial(_make_part, known=known, threads=self.threads, limit_s=limit_s)
