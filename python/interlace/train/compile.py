@@ -154,7 +154,6 @@ class _Build:
         mine = {
             "setting": {k: repr(v) for k, v in config.items()},
             "device": {"kind": self.peers.device.type},
-            "name": {"": device_name(self.peers.device)},
             "batch entry": {n: d for n, d in batches.describe(self.spec, rows).items() if n not in varying},
             "parameter": {
                 t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"
@@ -162,9 +161,8 @@ class _Build:
             },
             "optimizer": {"class": name_of(self.optimizer), "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]},
         }  # fmt: skip
-        everyone = self.peers.exchange("compile", mine)
-        names = [other.pop("name")[""] for other in everyone]
-        mine.pop("name")
+        everyone = self.peers.exchange("compile", mine | {"name": device_name(self.peers.device)})
+        names = [other.pop("name") for other in everyone]
         if shared := [r for r, name in enumerate(names) if name and names.count(name) > 1]:
             same = [r for r in shared if names[r] == names[shared[0]]]
             raise PeerError(
