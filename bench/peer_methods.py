@@ -245,14 +245,16 @@ def fsdp2_peak(settings: Settings) -> int:
     return int(least.item())
 
 
-def interlace_search(settings: Settings, as_fsdp2: bool, hybrid: bool = False) -> Step:
+def interlace_search(settings: Settings, as_fsdp2: bool, hybrid: bool = False, regions: str = "off") -> Step:
     """Plans in some steps of a trainer that is thrown away, then trains with the passes that were chosen there."""
     import interlace
     from interlace import _core
     from interlace.config import schedule
 
     limit = fsdp2_peak(settings) if as_fsdp2 else None
-    common: dict[str, Any] = {"accumulation": settings.accumulation, "accumulate_mode": settings.mode}
+    common: dict[str, Any] = {
+        "accumulation": settings.accumulation, "accumulate_mode": settings.mode, "regions": regions, "regions_wait": regions != "off",
+    }  # fmt: skip
     mesh = {"mesh": dict(zip(("replica", "dp"), hosts(), strict=True))} if hybrid else {}
     example = _whole(_some_batches(settings, 1)[0])
     model = causal_model(settings.case)
@@ -359,6 +361,13 @@ METHODS = {
                 partial(interlace_step, strategy=strategy, regions="on"), ours=True, by_name=True,
             )
             for strategy, kind in (("shard", "sharded"), ("zero1", "gathered"), ("replicate", "replicated"))
+        ),
+        *(
+            Method(
+                f"{name}-regions", f"interlace search, {memory}, compiled regions", kind, "interlace",
+                partial(interlace_search, as_fsdp2=name == "search", regions="on"), ours=True, by_name=True,
+            )
+            for name, memory, kind in (("search", "memory of FSDP2", "sharded"), ("search-free", "free memory", "gathered"))
         ),
     )
 }  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import on_device
 import pytest
 import torch
 
-_runtime = pytest.importorskip("interlace._runtime")
+_runtime = on_device.executors(pytest.importorskip("interlace._runtime"))
 
 # y = x w^T + b; loss = mean(y * y); gradients and SGD in the program. One unit of two parameters, 32 elements for each.
 LINEAR = """interlace 1 sharded
