@@ -120,13 +120,14 @@ class Wanted:
 
     def make(self, limit_s: float) -> tuple[dict[str, Any], bytes]:
         """Its note and bytes. Error: RegionsError, OSError; a compiler that took too long may have left processes."""
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         # torch asks the compiler so before anything else, without a limit.
         kept.run_within([get_cpp_compiler(), "-v"], "the C++ compiler", limit_s)
-        from concurrent.futures import ProcessPoolExecutor
-        from concurrent.futures.process import BrokenProcessPool
-
+        _choose_instructions()
         # What all parts need is imported and made before the processes part, with the smallest region.
         known = dict([_text_of(min(self.funcs, key=lambda func: (len(func["ops"]), func["key"])), self.threads)])
         with tempfile.TemporaryDirectory(prefix="interlace-regions-") as scratch:
@@ -139,6 +140,15 @@ class Wanted:
                 raise RegionsError("a process that makes or compares them has ended: a region crashes, or there is no memory left") from None
             library = _compile([object for _, object in made], Path(scratch), self.threads, limit_s)
             return {key: entry for notes, _ in made for key, entry in notes.items()}, library.read_bytes()
+
+
+def _choose_instructions() -> None:
+    """For the rest of this process code generation takes the widest vectors that the processor has, without compiling and running a program
+    for each of its sets of instructions: regions need none of those for products, and -march=native says the rest."""
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.supported_vec_isa_list = [isa for isa in cpu_vec_isa.supported_vec_isa_list if len(str(isa).split()) == 1]
+    cpu_vec_isa.VecISA.check_build = lambda self, code: True  # type: ignore[method-assign]
 
 
 def _shared_out(funcs: list[Func]) -> list[list[Func]]:
