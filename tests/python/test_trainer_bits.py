@@ -15,7 +15,7 @@ import zoo
 def digest(weights: dict[str, torch.Tensor]) -> str:
     h = hashlib.sha256()
     for name, t in weights.items():
-        h.update(name.encode() + t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        h.update(name.encode() + t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
 
 
