@@ -84,6 +84,7 @@ def dropout_in_compat_mode(steps: int) -> tuple[list[float], list[float]]:
     return ours, eager
 
 
+@pytest.mark.host("the CPU's generator; that of a device: tests/regress")
 def test_dropout_in_compat_mode_draws_what_eager_draws() -> None:
     ours, eager = ranks.run(dropout_in_compat_mode, 1, 5)[0]
     assert ours == pytest.approx(eager, rel=1e-6)
