@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.reach import MISSING
 from interlace.capture.sites import Sites, is_user_file
-from interlace.capture.watch import MISSING, Change
+from interlace.capture.watch import Change
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor

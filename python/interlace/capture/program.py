@@ -218,6 +218,17 @@ def _watched(
             f"{line}: random numbers of Python or NumPy are drawn{trace.module()}, which a program would draw once and keep; draw "
             "them with torch, or in the training loop, as a part of the batch"
         )
+    if watch.varies:
+        with kept_generators():
+            second = again()
+            run(second)
+        for mine, its in zip(trace.body().splitlines(), second.body().splitlines(), strict=False):
+            if mine != its:
+                trace.sites.failed, place = trace.sites.place_of(mine.rpartition("{")[2].rstrip("}"))
+                raise CaptureError(
+                    f"{place}: what is computed here is something else at each run{trace.module()}: a clock, an iterator or a generator of "
+                    "Python's or NumPy's decides it; make it a part of the batch, or pass fullgraph=False to run it in Python"
+                )
     kept: dict[int, Tensor] = {}  # what caches hold, by their ids
 
     def real(fake: Tensor) -> Tensor | None:

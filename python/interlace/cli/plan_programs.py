@@ -6,7 +6,6 @@ side by side, and ranks that share cores, and the fastest of those is taken (`ju
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -55,7 +54,7 @@ def _by_layout(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any] | None:
-    """Step and the peak of a rank of each stage: {"step_us", "peak_bytes"}. None: stages with other rows, or passes that refuse."""
+    """Step and the peak of a rank of each stage: {"step_us", "peak_bytes"}. None: passes that refuse."""
     from interlace import _core
 
     programs = programs_of(plan)
@@ -71,7 +70,7 @@ def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any
 
 
 def programs_of(plan: dict[str, Any]) -> list[Any] | None:
-    """Of each stage. None: stages with other rows, or passes that refuse."""
+    """Of each stage. None: passes that refuse."""
     from interlace import _core
 
     with tempfile.TemporaryDirectory(prefix="interlace-plan-") as folder:
@@ -84,14 +83,13 @@ def programs_of(plan: dict[str, Any]) -> list[Any] | None:
             return None
 
 
-def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any] | None:
+def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
     from interlace import _core
+    from interlace.compiling.planner import OF_STAGES
     from interlace.plan.execute import execution_of
 
     how = execution_of(plan)
-    if len({stage.dp for stage in how.stages}) > 1:
-        return None
-    text, model = _captured(how.model, how.micro_batch, how.seq)
+    _, model = _captured(how.model, how.micro_batch, how.seq)
     config = Config(
         strategy=how.strategy, mesh=how.mesh, stages=how.borders(model), stage_order=how.stage_order, accumulation=how.accumulation,
         accumulate_mode=how.accumulate_mode, clip_norm=1.0,
@@ -101,15 +99,23 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any] | None:
     passes = items(pipeline(standard, fill(how.passes(model), {"cluster": cluster_file, "ranks": how.ranks})))
     first = "mesh" if config.stage_meshes else "pipeline"  # that depends on the stage
     cut = next((i for i, each in enumerate(passes) if pass_name(each) == first), len(passes))
-    whole = _core.Program.parse(text, "captured")
-    whole.set_meta("micro_batches", str(how.accumulation))
-    whole.run_passes(",".join(passes[:cut]))
-    programs = []
-    for stage in range(len(how.stages)):
-        programs.append(_core.Program.parse(whole.print(), "captured"))
+    programs: dict[int, Any] = {}
+    whole: dict[int, str] = {}  # by rows of a micro-batch
+    known: dict[str, str] = {}  # what stages with unlike ranks have from the first, which has the most rows
+    for stage, rows in sorted(((s, each["micro_batch"]) for s, each in enumerate(plan["stages"])), key=lambda entry: -entry[1]):
+        if rows not in whole:
+            program = _core.Program.parse(_captured(how.model, rows, how.seq)[0], "captured")
+            program.set_meta("micro_batches", str(how.accumulation))
+            program.run_passes(",".join(passes[:cut]))
+            whole[rows] = program.print()
+        programs[stage] = _core.Program.parse(whole[rows], "captured")
+        for name, text in known.items():
+            programs[stage].set_meta(name, text)
         if cut < len(passes):
-            programs[-1].run_passes(for_stage(",".join(passes[cut:]), stage, dataclasses.replace(config)))
-    return programs
+            programs[stage].run_passes(for_stage(",".join(passes[cut:]), stage, config))
+        if config.stage_meshes:
+            known |= {name: text for name, text in programs[stage].meta().items() if name in OF_STAGES}
+    return [programs[stage] for stage in range(len(programs))]
 
 
 @functools.lru_cache(maxsize=8)
