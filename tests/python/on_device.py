@@ -48,7 +48,7 @@ def executors(runtime: Any) -> Any:
     import torch
 
     def there(batches: list[list[Any]]) -> list[list[Any]]:
-        return [[x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in batch] for batch in batches]
+        return [[x.to(DEVICE) if isinstance(x, torch.Tensor) and not x.is_meta else x for x in batch] for batch in batches]
 
     class Executor(runtime.Executor):  # type: ignore[misc]
         def __init__(self, text: str, device: str = "cpu", *args: Any) -> None:

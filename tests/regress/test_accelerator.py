@@ -112,6 +112,7 @@ def test_a_step_waits_once(modes: Any) -> None:
     for clip in (None, 1.0):
         trainer = compiled("soft", clip_norm=clip)
         for batch in batches(4):
+            batch = {name: x.to("soft") for name, x in batch.items()}
             before = soft_device._C.waits()
             trainer.step(batch)
         waits.append(soft_device._C.waits() - before)

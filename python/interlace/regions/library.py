@@ -120,25 +120,35 @@ class Wanted:
 
     def make(self, limit_s: float) -> tuple[dict[str, Any], bytes]:
         """Its note and bytes. Error: RegionsError, OSError; a compiler that took too long may have left processes."""
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         # torch asks the compiler so before anything else, without a limit.
         kept.run_within([get_cpp_compiler(), "-v"], "the C++ compiler", limit_s)
-        from concurrent.futures import ProcessPoolExecutor
-        from concurrent.futures.process import BrokenProcessPool
+        import torch._inductor.compile_fx  # noqa: F401  here, and not in every part
 
-        # What all parts need is imported and made before the processes part, with the smallest region.
-        known = dict([_text_of(min(self.funcs, key=lambda func: (len(func["ops"]), func["key"])), self.threads)])
+        _choose_instructions()
         with tempfile.TemporaryDirectory(prefix="interlace-regions-") as scratch:
             parts = _shared_out(self.funcs)
-            work = functools.partial(_make_part, known=known, threads=self.threads, limit_s=limit_s)
+            work = functools.partial(_make_part, threads=self.threads, limit_s=limit_s)
             try:
                 with ProcessPoolExecutor(len(parts), multiprocessing.get_context("fork")) as pool:
                     made = list(pool.map(work, parts, [Path(scratch) / f"part{i}" for i in range(len(parts))]))
             except BrokenProcessPool:
                 raise RegionsError("a process that makes or compares them has ended: a region crashes, or there is no memory left") from None
             library = _compile([object for _, object in made], Path(scratch), self.threads, limit_s)
-            return {key: entry for notes, _ in made for key, entry in notes.items()}, library.read_bytes()
+            return {key: entry for noted, _ in made for key, entry in noted.items()}, library.read_bytes()
+
+
+def _choose_instructions() -> None:
+    """For the rest of this process code generation takes the widest vectors that the processor has, without compiling and running a program
+    for each of its sets of instructions: regions need none of those for products, and -march=native says the rest."""
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.supported_vec_isa_list = [isa for isa in cpu_vec_isa.supported_vec_isa_list if len(str(isa).split()) == 1]
+    cpu_vec_isa.VecISA.check_build = lambda self, code: True  # type: ignore[method-assign]
 
 
 def _shared_out(funcs: list[Func]) -> list[list[Func]]:
@@ -149,29 +159,24 @@ def _shared_out(funcs: list[Func]) -> list[list[Func]]:
     return parts
 
 
-def _text_of(func: Func, threads: int) -> tuple[str, tuple[str, str]]:
-    """Key, its C++ text and why there is none."""
-    try:
-        return func["key"], (source_of(func, threads), "")
-    except LoweringError as e:
-        return func["key"], ("", str(e)[:300])
-
-
-def _make_part(
-    funcs: list[Func], folder: Path, known: dict[str, tuple[str, str]], threads: int, limit_s: float
-) -> tuple[dict[str, Any], Path]:
+def _make_part(funcs: list[Func], folder: Path, threads: int, limit_s: float) -> tuple[dict[str, Any], Path]:
     """What is noted of these regions, and their object file."""
     folder.mkdir()
-    texts = dict(_text_of(func, threads) if func["key"] not in known else (func["key"], known[func["key"]]) for func in funcs)
+    texts, noted = ["#include <torch/csrc/inductor/cpp_prefix.h>"], {}
+    for func in funcs:
+        entry = noted[func["key"][:16]] = {"exact": False, "why": ""}
+        try:
+            texts.append(source_of(func, threads))
+        except LoweringError as e:
+            entry["why"] = str(e)[:300]
     source = folder / "regions.cpp"
-    source.write_text("\n".join(["#include <torch/csrc/inductor/cpp_prefix.h>", *(text for text, _ in texts.values())]))
+    source.write_text("\n".join(texts))
     object = _compile([source], folder, threads, limit_s)
     library = ctypes.CDLL(str(_compile([object], folder, threads, limit_s)))
-    noted = {}
     for func in funcs:
-        why = texts[func["key"]][1]
-        exact, why = (False, why) if why else compare(library, func)
-        noted[func["key"][:16]] = {"exact": exact, "why": why}
+        entry = noted[func["key"][:16]]
+        if not entry["why"]:
+            entry["exact"], entry["why"] = compare(library, func)
     return noted, object
 
 
