@@ -326,16 +326,16 @@ def missing() -> list[str]:
 def eager(model: nn.Module, case: Model, size: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
+    own = [{n: b.clone() for n, b in model.named_buffers()} for _ in range(size)]  # each rank keeps buffers of its own
     for step in range(STEPS):
         total = 0.0
         for rank in range(size):
-            kept = {n: b.clone() for n, b in model.named_buffers()} if rank else {}
+            for n, b in model.named_buffers():
+                b.copy_(own[rank][n])
             loss = case.loss(model, case.batch(2, 10 * step + rank)) / size
             loss.backward()
             total += loss.item()
-            for n, b in model.named_buffers():
-                if n in kept:
-                    b.copy_(kept[n])
+            own[rank] = {n: b.clone() for n, b in model.named_buffers()}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
