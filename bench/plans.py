@@ -2,14 +2,16 @@
 
 python bench/plans.py                               # 8 plans over 2 and 4 ranks
 python bench/plans.py --plans 40 --ranks 2 4 8 --json out.json
+python bench/plans.py --plans 40 --ranks 2 4 8 --slice 0:10 --store /tmp/profile.sqlite --json out.json    # in pieces: rows are added
 python bench/plans.py --plans 2 --ranks 2 --steps 4    # shortest
 
 The plans are drawn by a seed: stages of unlike depth, data ranks, micro-batches, ZeRO levels and recomputed blocks; every fourth cuts
 products over two ranks on all stages, every fourth has its optimizer states on the host, and most have several stages. Each is a plan file,
 predicted as `interlace plan --local` does on what was measured here first (`--sketch`: on the preset `local-N`), with a memory limit that it
-just fits, so that stages run in the order that memory is planned for; and then by its programs, simulated, where all stages have the same
-rows. Time: the median of a run's steps; where there are more ranks than cores they share them, and such plans are told apart (the formula
-counts as if all computed all the time). Memory: the counting allocator's peak of each rank against that of its stage.
+just fits (and 1 %, as exact as the formula is), so that stages run in the order that memory is planned for; and then by its programs,
+simulated. What a stage that cuts products computes is measured as its ranks cut it. Time: the median of a run's steps; where there are more
+ranks than cores they share them, and such plans are told apart (the formula counts as if all computed all the time). "others" is the share
+of the processors that other programs took meanwhile. Memory: the counting allocator's peak of each rank against that of its stage.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from interlace.cli.plan_here import Here
-from interlace.cli.plan_programs import simulated
+from interlace.cli.plan_here import Here, keys_of
+from interlace.cli.plan_programs import programs_of, simulated
 
 MODEL, BLOCKS, SEQ, ACCUMULATION = "llama-tiny", 4, 64, 4
 WANTED = {"mean": 6.0, "worst": 15.0, "memory_worst": 1.0}
@@ -100,7 +103,15 @@ def with_predictions(stages: list[dict[str, Any]], layers: str, cluster: str) ->
 
     text = _core.predict_plan(plan_text(stages), layers, cluster)
     peak = max(stage["peak_bytes"] for stage in json.loads(_core.read_plan(text))["stages"])
-    return str(_core.predict_plan(plan_text(stages, peak), layers, cluster))
+    return str(_core.predict_plan(plan_text(stages, peak + peak // 100), layers, cluster))
+
+
+def processor_s() -> tuple[float, float]:
+    """Of all programs since the machine started, and of this one's children that have ended."""
+    with open("/proc/stat") as file:
+        user, nice, system, _idle, _wait, irq, soft = (int(word) for word in file.readline().split()[1:8])
+    children = os.times()
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK"), children.children_user + children.children_system
 
 
 def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, host: Here, steps: int) -> dict[str, Any] | None:
@@ -112,7 +123,9 @@ def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, host: Her
     planned = json.loads(_core.read_plan(file.read_text()))
     words = ["train", "--plan", str(file), "--steps", str(steps), "--json", "--threads", "1"]
     words += ["--tier", "host"] if any(stage["states"] for stage in stages) else []
+    begin, (all_s, own_s) = time.monotonic(), processor_s()
     done = subprocess.run([sys.executable, "-m", "interlace.cli", *words], capture_output=True, text=True)
+    passed_s, (all_end_s, own_end_s) = time.monotonic() - begin, processor_s()
     if done.returncode:
         print(f"{name_of(stages)} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
         return None
@@ -128,18 +141,36 @@ def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, host: Her
         "plan": name_of(stages), "by": "programs" if said is not None else "formula",
         "ranks": ranks, "stages": len(stages), "tp": stages[0]["tp"], "offload": stages[0]["states"] > 0,
         "measured_ms": facts["step_ms"],
+        "others": max(0.0, (all_end_s - all_s) - (own_end_s - own_s)) / passed_s / len(os.sched_getaffinity(0)),
         "formula_ms": planned["step_us"] / 1e3, "planned_ms": step_ms, "error": step_ms / facts["step_ms"] - 1,
         "peak_bytes": facts["peak_bytes_of_ranks"], "planned_bytes": predicted,
         "memory_errors": [p / m - 1 for p, m in zip(predicted, facts["peak_bytes_of_ranks"], strict=True)],
     }  # fmt: skip
 
 
-def measured_host(ranks: int, micro_batches: list[int], store: str) -> Here:
-    """So many ranks of this machine, measured for these micro-batches of the model."""
-    here = Here(f"local-{ranks}", None, store)
+def measured_host(ranks: int, micro_batches: list[int], store: Path) -> Here:
+    """So many ranks of this machine, measured for these micro-batches of the model, each once in a store."""
+    here = Here(f"local-{ranks}", None, str(store))
     for b in micro_batches:
-        here.measure(MODEL, b, SEQ)
+        done = store.with_name(f"{store.name}.{ranks}x{b}")
+        if not done.exists():
+            here.measure(MODEL, b, SEQ)
+            done.touch()
     return here
+
+
+def measure_cuts(host: Here, stages: list[dict[str, Any]], layers: str) -> None:
+    """The ops of a model whose products are cut as on these stages, where half of them or more have not been measured yet: of all its
+    layers on one stage, which sends nothing to another."""
+    from interlace import _core
+
+    ranks, tp = sum(stage["dp"] * stage["tp"] for stage in stages), stages[0]["tp"]
+    one = {"layers": BLOCKS, "dp": ranks // tp, "tp": tp, "zero": 0, "full": 0, "selective": 0, "states": 0}
+    plan = json.loads(_core.read_plan(with_predictions([one], layers, host.text)))
+    for program in programs_of(plan) or []:
+        keys = keys_of(text := str(program.print()))
+        if host.measured is not None and 2 * len(keys & host.measured.keys) < len(keys):
+            host.measure(MODEL, plan["stages"][0]["micro_batch"], SEQ, text)
 
 
 def main() -> None:
@@ -149,7 +180,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of each plan")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sketch", action="store_true", help="measure nothing first: times of the preset local-N")
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--slice", default="", help="run only the plans numbered A to B - 1: A:B")
+    parser.add_argument("--store", help="keep what was measured first in this file (default: for this run)")
+    parser.add_argument("--json", help="write the rows to this file; those of other plans stay in it")
     args = parser.parse_args()
     from transformers.utils import logging
 
@@ -158,30 +191,38 @@ def main() -> None:
     logging.set_verbosity_error()
     rng, layers, found = random.Random(args.seed), model_text(MODEL, seq=SEQ, dtype="float32"), []
     plans = [drawn(rng, args.ranks[i % len(args.ranks)], i) for i in range(args.plans)]
-    by_ranks: dict[int, list[list[dict[str, Any]]]] = {}
-    for stages in plans:
-        by_ranks.setdefault(sum(stage["dp"] * stage["tp"] for stage in stages), []).append(stages)
-    print(f"{'plan':<52} {'measured':>9} {'planned':>9} {'':>8}  {'by':<8}  memory of each rank, measured MB and planned")
+    first, _, end = args.slice.partition(":")
+    wanted = range(len(plans))[int(first or 0) : int(end or len(plans))]
+    by_ranks: dict[int, list[int]] = {}
+    for number in wanted:
+        by_ranks.setdefault(sum(stage["dp"] * stage["tp"] for stage in plans[number]), []).append(number)
+    print(f"{'plan':<52} {'measured':>9} {'planned':>9} {'':>8}  {'by':<8}  {'others':>6}  memory of each rank, measured MB and planned")
     with tempfile.TemporaryDirectory() as folder:
         for ranks, several in sorted(by_ranks.items()):
-            sizes = sorted({max(s["dp"] for s in stages) // stage["dp"] for stages in several for stage in stages})
-            host = measured_host(ranks, [] if args.sketch else sizes, str(Path(folder) / "profile.sqlite"))
-            for i, stages in enumerate(several):
-                row = carried_out(stages, Path(folder) / f"{ranks}-{i}.plan", layers, host, args.steps)
+            sizes = sorted({max(s["dp"] for s in plans[number]) // stage["dp"] for number in several for stage in plans[number]})
+            host = measured_host(ranks, [] if args.sketch else sizes, Path(args.store or Path(folder) / "profile.sqlite"))
+            for number in several:
+                if plans[number][0]["tp"] > 1 and not args.sketch:
+                    measure_cuts(host, plans[number], layers)
+                row = carried_out(plans[number], Path(folder) / f"{number}.plan", layers, host, args.steps)
                 if row is not None:
-                    found.append(row)
+                    found.append({"number": number} | row)
                     show(row)
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     if not found:
         raise SystemExit("no plan was carried out")
-    print(json.dumps(summary(found) | {"failed": args.plans - len(found), "wanted": WANTED}))
+    failed = len(wanted) - len(found)
+    if args.json:
+        file = Path(args.json)
+        before = json.loads(file.read_text()) if args.slice and file.exists() else []
+        found = [row for row in before if row["number"] not in wanted] + found
+        file.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(summary(found) | {"failed": failed, "wanted": WANTED}))
 
 
 def show(row: dict[str, Any]) -> None:
     memory = ", ".join(f"{m / 1e6:.2f} {100 * e:+.1f} %" for m, e in zip(row["peak_bytes"], row["memory_errors"], strict=True))
     times = f"{row['measured_ms']:6.1f} ms {row['planned_ms']:6.1f} ms {100 * row['error']:+6.1f} %"
-    print(f"{row['plan']:<52} {times}  {row['by']:<8}  {memory}", flush=True)
+    print(f"{row['plan']:<52} {times}  {row['by']:<8}  {100 * row['others']:4.1f} %  {memory}", flush=True)
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:

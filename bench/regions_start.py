@@ -4,6 +4,8 @@ or training beside it; and once the library is in the cache.
 python bench/regions_start.py
 python bench/regions_start.py --threads 2 --json out/regions_start.json
 
+python bench/regions_start.py --library llama-3-8b --seq 512   # only the library of a model's regions, captured on meta, nothing cached
+
 Each run is a process of its own on one rank, in turn. Imports and building the model are not counted. `swapped` is when the step began that
 first ran compiled regions; `ms bodies` are steps while the compiler runs beside them, `ms off` those of a run without regions.
 """
@@ -66,18 +68,42 @@ def measure(model_name: str, run: str, cache: str, threads: int) -> dict[str, ob
         }
 
 
+def library(model: str, seq: int, rounds: int) -> None:
+    """Prints the seconds that a library of all the model's regions takes, from the start of the process that makes it."""
+    from cubins import regions_of
+
+    from interlace.regions import ready
+
+    funcs = regions_of(model, seq, 1 << 30)
+    seconds = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            begin = time.perf_counter()
+            found = ready(funcs, "on", Path(folder), lambda text: print(text, file=sys.stderr))
+            seconds.append(time.perf_counter() - begin)
+    assert found is not None
+    print(f"{model}, {seq} tokens: {len(found.keys)} of {len(funcs)} regions in {statistics.median(seconds):.1f} s (all {rounds}: {seconds})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-10m", help="preset name (default llama-10m)")
     parser.add_argument("--threads", type=int, default=1, help="of the rank and of its kernels (default 1)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--library", metavar="MODEL", help="time the library of this model's regions alone")
+    parser.add_argument("--seq", type=int, default=512, help="tokens of a row, with --library (default 512)")
     parser.add_argument("--inner", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inner:
         model, run, cache = args.inner
         print(json.dumps(measure(model, run, cache, args.threads)))
         return
+    if args.library:
+        import torch
+
+        torch.set_num_threads(args.threads)
+        return library(args.library, args.seq, args.rounds)
     rows: list[dict[str, object]] = []
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:

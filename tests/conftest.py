@@ -20,11 +20,29 @@ if SOFT:  # before torch is imported, here and in every process that a test star
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# What is not run again on a device. Single tests say it with @pytest.mark.host("reason").
+HOST = {
+    "texts, plans and simulations, which no device sees":
+        "bench_common bench_network calibrate capture capture_check_ops capture_effects capture_errors capture_features capture_models "
+        "capture_opaque chakra cli cli_files cli_width core cuts explain mutated_files plan plan_layers plan_solver random_programs report "
+        "report_pages rules simulate simulate_sets tensor_auto tensor_pass",
+    "code, documents and installation": "adding_an_op docs imports install names reference walls",
+    "what CPUs have of their own: TCP between ranks, its store and secrets, a heap, loops, compiled libraries":
+        "cli_launch comm data encryption fork_server kernels_backward kernels_norm kernels_optimizer page_heap power_loss "
+        "region_driver regions regions_beside store cubins",
+}  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`accelerator` tests run where there is one, `software` tests on that of tests/accelerator."""
+    host = {f"test_{name}": why for why, names in HOST.items() for name in names.split()}
     for item in items:
         if "software" in item.keywords and not SOFT:
             item.add_marker(pytest.mark.skip(reason="needs INTERLACE_DEVICE=soft"))
+        mark = item.get_closest_marker("host")
+        why = mark.args[0] if mark else host.get(item.path.stem)
+        if SOFT and why:
+            item.add_marker(pytest.mark.skip(reason=f"not for devices: {why}"))
     if not any("accelerator" in item.keywords for item in items):
         return
     import torch

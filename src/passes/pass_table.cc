@@ -34,10 +34,10 @@ OptionInfo Count(std::string_view name, std::string_view missing, int64_t min, s
 
 std::span<const PassInfo> PassTable() {
   using enum OptionKind;
-  static const OptionInfo kAxis = {"axis", kName, "dp", "mesh axis that the ranks form"};
+  static const OptionInfo kAxis = {"axis", kAxes, "dp", "mesh axis that the ranks form, or several, joined by +"};
   static const OptionInfo kRanks = {
       "ranks", kCount, "of the mesh", "size of the axis; needed where no mesh was declared", {}, 1};
-  static const OptionInfo kReplicas = {"replicas", kText, "none",
+  static const OptionInfo kReplicas = {"replicas", kAxes, "none",
                                        "axes, joined by +, whose ranks hold the same and add up their gradients"};
   static const OptionInfo kWait = Choice("wait", {"next", "now"},
                                          "wait for a reduce-scatter before the next one starts (a bias rides along "

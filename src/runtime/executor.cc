@@ -60,6 +60,12 @@ void Executor::JoinLanes() {
   if (lanes_) lanes_->Join();
 }
 
+Error Executor::DeviceFailure(const std::exception& error) const {
+  return MakeError("the device ", device_.str(), " reported an error by the end of the step: ", MessageOf(error),
+                   "\n  lane:   any; it may be of any op of the step. Config(debug=True) runs op by op; checkpoints that "
+                   "were written stay, and `load` goes on from them in a new process");
+}
+
 void Executor::JoinTransfers() {
   if (device_.is_cpu()) return;
   for (Transfer& transfer : runner_.frame.transfers) {
@@ -126,11 +132,16 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
     inspector.emplace(program_, /*record_all=*/false, "");
   }
   arena_.BeginStep();
-  const Status status = RunObserved(micro_batches, step, inspector ? &*inspector : nullptr);
-  JoinLanes();
-  arena_.StopServing();
-  recorder_.End();
+  Status status = RunObserved(micro_batches, step, inspector ? &*inspector : nullptr);
+  try {
+    JoinLanes();
+    arena_.StopServing();
+    recorder_.End();
+  } catch (const std::exception& error) {  // of a device that is gone: what an op has told names it better
+    if (status.ok()) status = DeviceFailure(error);
+  }
   if (!status.ok()) {
+    arena_.StopServing();
     JoinTransfers();
     (void)moving_.bank()->Drain();  // the failure that stopped the step is the one to tell
     runner_.DropTemporaries(arena_.slots_of_turn());
@@ -159,7 +170,12 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
   }
   graphs_.PlansRan();
   if (again) INTERLACE_TRY(RenewArena(/*moved=*/false));
-  StepResult result = ResultOfStep();
+  StepResult result;
+  try {
+    result = ResultOfStep();
+  } catch (const std::exception& error) {
+    return DeviceFailure(error);
+  }
   if (inspector) result.nonfinite = std::move(inspector->culprit);
   return result;
 }
@@ -174,6 +190,7 @@ StepResult Executor::ResultOfStep() {
   result.norm = frame.norm;
   result.finite = !frame.has_norm || frame.finite;
   result.note = graphs_.TakeNote();
+  if (result.has_norm && !device_.is_cpu()) return result;  // the host has waited for the norm, which tells as much
   for (const auto& [name, tensors] : result.outputs) {
     for (const at::Tensor& tensor : tensors) {
       if (tensor.numel() == 1 && tensor.is_floating_point() && !std::isfinite(tensor.item<double>()))

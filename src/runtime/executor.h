@@ -145,6 +145,7 @@ class Executor {
   void JoinTransfers();
   // What lanes were given comes before whatever the current stream is given from here on.
   void JoinLanes();
+  Error DeviceFailure(const std::exception& error) const;
 
   c10::Device device_;
   RuntimeOptions options_;

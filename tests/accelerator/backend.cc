@@ -26,6 +26,12 @@ using c10::Device;
 using c10::DeviceIndex;
 const Device kDevice(c10::kPrivateUse1, 0);
 
+bool streams = true;  // false: a device without them
+void CheckStreams() {
+  TORCH_CHECK_NOT_IMPLEMENTED(streams, "Backend doesn't support streams and events.");
+  Engine::Get().CheckHere();
+}
+
 c10::Stream Wrap(int stream) { return c10::Stream(c10::Stream::UNSAFE, kDevice, stream); }
 int Unwrap(const c10::Stream& s) { return static_cast<int>(s.id()); }
 EventPtr& Unwrap(void* event) { return *static_cast<EventPtr*>(event); }
@@ -41,29 +47,41 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device) const noexcept override {}
   c10::Stream getStream(Device) const noexcept override { return Wrap(CurrentStream()); }
   c10::Stream getDefaultStream(Device) const override { return Wrap(0); }
-  c10::Stream getNewStream(Device, int) const override { return Wrap(Engine::Get().NewStream()); }
-  c10::Stream getStreamFromGlobalPool(Device, bool) const override { return Wrap(Engine::Get().NewStream()); }
+  c10::Stream getNewStream(Device, int) const override {
+    CheckStreams();
+    return Wrap(Engine::Get().NewStream());
+  }
+  c10::Stream getStreamFromGlobalPool(Device, bool) const override { return getNewStream(kDevice, 0); }
   c10::Stream exchangeStream(c10::Stream s) const noexcept override { return Wrap(ExchangeStream(Unwrap(s))); }
   void* getStreamNativeHandle(const c10::Stream s) const override { return reinterpret_cast<void*>(s.id()); }
   DeviceIndex deviceCount() const noexcept override { return 1; }
   c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<EventPtr*>(event); }
   void record(void** event, const c10::Stream& s, DeviceIndex, c10::EventFlag) const override {
+    CheckStreams();
     const OwnTime own;
     if (!*event) *event = new EventPtr(std::make_shared<Event>());
     Engine::Get().Record(Unwrap(*event), Unwrap(s));
   }
   void block(void* event, const c10::Stream& s) const override {
+    CheckStreams();
     const OwnTime own;
     if (event) Engine::Get().Block(Unwrap(event), Unwrap(s));
   }
   bool queryEvent(void* event) const override { return !event || Engine::Get().Query(Unwrap(event)); }
   void synchronizeEvent(void* event) const override {
+    CheckStreams();
     if (event) Engine::Get().Synchronize(Unwrap(event));
   }
   bool queryStream(const c10::Stream& s) const override { return Engine::Get().QueryStream(Unwrap(s)); }
-  void synchronizeStream(const c10::Stream& s) const override { Engine::Get().Synchronize(Unwrap(s)); }
-  void synchronizeDevice(DeviceIndex) const override { Engine::Get().SynchronizeAll(); }
+  void synchronizeStream(const c10::Stream& s) const override {
+    Engine::Get().CheckHere();
+    Engine::Get().Synchronize(Unwrap(s));
+  }
+  void synchronizeDevice(DeviceIndex) const override {
+    Engine::Get().CheckHere();
+    Engine::Get().SynchronizeAll();
+  }
   void recordDataPtrOnStream(const c10::DataPtr& p, const c10::Stream& s) const override {
     c10::getDeviceAllocator(c10::kPrivateUse1)->recordStream(p, s);
   }
@@ -154,6 +172,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("release_idle", &ReleaseIdle, released);
   m.def("stop", [] { Engine::Get().Stop(); }, released);
   m.def("fail", [](const std::string& text) { Engine::Get().Fail(text); });
+  m.def("lose", [](const std::string& text, int64_t after) { Engine::Get().Lose(text, after); },
+        "After so many more ops all calls fail; with an empty text they work again.");
+  m.def("set_streams", [](bool on) { streams = on; }, "Whether it is a device that has streams and events.");
   m.def("own_seconds", &OwnTime::seconds, "Time that this thread has spent in the device's own code.");
   m.def("executed", [] { return Engine::Get().executed(); });
   m.def("issued", [] { return Engine::Get().issued(); }, "Ops, records and waits that the host has given; a replay is one.");

@@ -243,6 +243,7 @@ void Engine::Issue(int stream, const char* name, const std::vector<Access>& touc
   const uint64_t seq = ++s.issued;
   s.clock.Set(stream, seq);
   ++issued_;
+  --left_;
   if (nothing_) return Push(stream, {name, nullptr, seq, nullptr, nullptr, 0}, lock);
   order_.Check(stream, seq, s.clock, name, touched, [this](const std::string& text) {
     ++count_;
@@ -256,7 +257,19 @@ void Engine::IssueLater(int stream, Lock& lock) {
     Issue(stream, l.name, {l.touched}, std::move(l.run), lock);
 }
 
+void Engine::Lose(const std::string& text, int64_t after) {
+  Lock lock(mutex_);
+  lost_ = text;
+  left_ = after;
+}
+
+void Engine::CheckHere() {
+  Lock lock(mutex_);
+  TORCH_CHECK(lost_.empty() || left_ > 0, "soft device error: ", lost_);
+}
+
 void Engine::Enqueue(int stream, const char* name, std::vector<Access> touched, Run run) {
+  CheckHere();
   if (pace_) {
     pace_->Work(stream);
     return;

@@ -89,6 +89,9 @@ class Engine {
   void Forget(const char* begin, const char* end);  // whoever waits knows that nobody uses this memory any more
   void Report(const std::string& text);
   void Fail(const std::string& text);  // the device is lost: whoever waits is told
+  // After so many more ops all calls fail; with an empty text they work again.
+  void Lose(const std::string& text, int64_t after);
+  void CheckHere();
   // Graphs (graph.h): from Begin on what this stream is given is noted, and what streams are given that wait for its
   // events. One capture at a time. End throws where the capture failed.
   void BeginCapture(int stream, uint64_t pool, Capture& capture);
@@ -165,7 +168,8 @@ class Engine {
   bool turn_ = false;   // lockstep: somebody is at it
   bool nothing_ = false;  // the mode
   bool working_ = false, stopped_ = false;
-  std::string error_;
+  std::string error_, lost_;
+  int64_t left_ = 0;  // ops until it is lost
   int64_t executed_ = 0, waits_ = 0, count_ = 0, issued_ = 0;
   Capture* capture_ = nullptr;  // the one that is on
   std::vector<int> idle_streams_;  // of graphs that are gone

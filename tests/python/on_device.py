@@ -36,6 +36,36 @@ def install() -> None:
         return compile_there(model, *args, **kwargs)
 
     interlace.compile = compile
+    equal = torch.equal
+    torch.equal = lambda a, b: equal(a, b) if a.device == b.device else equal(a.cpu(), b.cpu())
+    torch.testing.assert_close = functools.partial(torch.testing.assert_close, check_device=False)
+
+
+def executors(runtime: Any) -> Any:
+    """The runtime for tests that make executors: those for "cpu" are for DEVICE, take inputs from the host and give outputs there."""
+    if DEVICE == "cpu":
+        return runtime
+    import torch
+
+    def there(batches: list[list[Any]]) -> list[list[Any]]:
+        return [[x.to(DEVICE) if isinstance(x, torch.Tensor) and not x.is_meta else x for x in batch] for batch in batches]
+
+    class Executor(runtime.Executor):  # type: ignore[misc]
+        def __init__(self, text: str, device: str = "cpu", *args: Any) -> None:
+            super().__init__(text, DEVICE if device == "cpu" else device, *args)
+
+        def step(self, batches: Any, *args: Any) -> Any:
+            found = super().step(there(batches), *args)
+            return {**found, "outputs": {name: [x.cpu() for x in tensors] for name, tensors in found["outputs"].items()}}
+
+        def debug_step(self, batches: Any, *args: Any, **named: Any) -> Any:
+            return super().debug_step(there(batches), *args, **named)
+
+    class Runtime:
+        def __getattr__(self, name: str) -> Any:
+            return Executor if name == "Executor" else getattr(runtime, name)
+
+    return Runtime()
 
 
 def left_out() -> list[str]:

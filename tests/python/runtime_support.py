@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from interlace.capture import capture
 
-_runtime = pytest.importorskip("interlace._runtime")
+_runtime = on_device.executors(pytest.importorskip("interlace._runtime"))
 _core = pytest.importorskip("interlace._core")
 torch.set_num_threads(1)
 

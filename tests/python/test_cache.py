@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import followed_values
 import parity
 import pytest
 import ranks
@@ -211,6 +213,12 @@ def closure(value: Any) -> Any:
     return lambda m, b: m(b) * value
 
 
+def from_elsewhere(m: Any, b: Any) -> Any:
+    from followed_values import SCALE
+
+    return m(b) * SCALE * float(os.environ.get("INTERLACE_TEST_SCALE", "1"))
+
+
 def test_structure_and_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     base = mark(Net())
     assert mark(Net()) == base, "values of parameters are not seen"
@@ -222,6 +230,7 @@ def test_structure_and_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda m: setattr(m, "shift", torch.zeros(4)),
         lambda m: m.register_buffer("more", torch.zeros(1)),
         lambda m: m.register_forward_hook(lambda *_: None),
+        lambda m: m.fc.weight.register_hook(lambda g: g),
         lambda m: setattr(m.drop, "p", 0.0),
         lambda m: setattr(m, "forward", lambda x: x),
     ):
@@ -240,7 +249,7 @@ def test_structure_and_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mark(Net()) == base
 
 
-def test_loss_functions_count_by_code_and_closure() -> None:
+def test_loss_functions_count_by_code_and_closure(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     assert mark(model, closure(1.0)) == mark(model, closure(1.0))
     assert mark(model, closure(1.0)) != mark(model, closure(2.0))
@@ -248,6 +257,15 @@ def test_loss_functions_count_by_code_and_closure() -> None:
     assert mark(model, closure(SimpleNamespace(a=1))) != mark(model, closure(SimpleNamespace(a=2)))
     with pytest.raises(Unsure, match="cannot be compared"):
         mark(model, closure(iter([1])))
+    before = mark(model, from_elsewhere)
+    monkeypatch.setenv("INTERLACE_TEST_SCALE", "2")
+    assert mark(model, from_elsewhere) != before
+    before = mark(model, from_elsewhere)
+    monkeypatch.setattr(from_elsewhere, "factor", 2.0, raising=False)
+    assert mark(model, from_elsewhere) != before
+    before = mark(model, from_elsewhere)
+    monkeypatch.setattr(followed_values, "SCALE", 3.0)
+    assert mark(model, from_elsewhere) != before
     with pytest.raises(Unsure, match="outside the model"):
         mark(model, closure(nn.Linear(2, 2)))
 

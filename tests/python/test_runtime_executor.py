@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import on_device
 import pytest
 import torch
 
-_runtime = pytest.importorskip("interlace._runtime")
+_runtime = on_device.executors(pytest.importorskip("interlace._runtime"))
 
 # y = x w^T + b; loss = mean(y * y); gradients and SGD in the program. One unit of two parameters, 32 elements for each.
 LINEAR = """interlace 1 sharded
@@ -115,8 +116,8 @@ def test_same_bits_every_time() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([[torch.zeros(4, 6)]], r'input "x" of micro-batch 0: expected f32\[4,5\] on cpu, got f32\[4,6\] on cpu'),
-        ([[torch.zeros(4, 5, dtype=torch.float64)]], r"expected f32\[4,5\] on cpu, got f64\[4,5\] on cpu"),
+        ([[torch.zeros(4, 6)]], r'input "x" of micro-batch 0: expected f32\[4,5\] on DEVICE, got f32\[4,6\] on DEVICE'),
+        ([[torch.zeros(4, 5, dtype=torch.float64)]], r"expected f32\[4,5\] on DEVICE, got f64\[4,5\] on DEVICE"),
         ([[torch.zeros(4, 5, device="meta")]], r"got f32\[4,5\] on meta"),
         ([[]], r"micro-batch 0 has 0 inputs, the program takes 1: x"),
         ([], r"the program takes 1 micro-batches a step, got 0"),
@@ -124,7 +125,7 @@ def test_same_bits_every_time() -> None:
 )
 def test_wrong_inputs_are_named(batches: list[list[torch.Tensor]], message: str) -> None:
     ex, w, _, x = linear()
-    with pytest.raises(_runtime.Error, match=message):
+    with pytest.raises(_runtime.Error, match=message.replace("DEVICE", str(ex.tensor(1).device))):
         ex.step(batches, SGD, 0)
     assert torch.equal(ex.tensor(1), w)
     ex.step([[x]], SGD, 0)
@@ -208,6 +209,7 @@ def test_non_finite_steps_are_flagged_and_skipped() -> None:
     assert not torch.equal(ex.tensor(1), w)
 
 
+@pytest.mark.host("a device's counter has all of the process")
 def test_nothing_of_a_step_stays_alive() -> None:
     ex, _, _, x = linear()
     kept = ex.step([[x]], SGD, 0)

@@ -6,6 +6,7 @@ import copy
 import sys
 from pathlib import Path
 
+import on_device
 import pytest
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ def test_loss_gradients_and_buffers_equal_eager_bit_by_bit(case: str, passes: st
     assert changed == (3 if case == "conv" else 0)
 
 
+@pytest.mark.host("the CPU's generator; that of a device: tests/regress")
 def test_dropout_in_compat_mode_equals_eager() -> None:
     model, batch = gpt2(0.1), tokens()
     run = Run(model, batch, language_loss, "canonicalize", rng="compat")
@@ -100,11 +102,13 @@ def test_training_follows_torch_optim_in_float64(name: str, clip: str) -> None:
                 assert result["norm"] == pytest.approx(norm.item(), rel=1e-9)
     for kind, run in runs.items():
         for key, value in run.params().items():
-            assert torch.allclose(value, model.get_parameter(key), rtol=1e-7, atol=1e-9), (kind, key)
+            assert torch.allclose(value.cpu(), model.get_parameter(key), rtol=1e-7, atol=1e-9), (kind, key)
             assert torch.equal(value, runs["replicate"].params()[key]), (kind, key)
-        assert run.executor.stats()["copied_bytes"] == 0, kind
+        # Backward kernels of ours, which write to a gradient's place, are for CPUs.
+        assert on_device.DEVICE != "cpu" or run.executor.stats()["copied_bytes"] == 0, kind
 
 
+@pytest.mark.host("backward kernels of ours, which write to a gradient's place, are for CPUs")
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_bytes_reach_their_place_without_a_copy(case: str) -> None:
     make, batch, loss = CASES[case]

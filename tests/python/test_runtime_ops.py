@@ -227,6 +227,7 @@ def test_micro_batches_draw_differently() -> None:
     assert not torch.equal(a, b)
 
 
+@pytest.mark.host("the CPU's generator; that of a device: tests/regress")
 def test_compat_mode_is_torchs_generator_in_program_order() -> None:
     ex = _runtime.Executor(program(RANDOM + OUT), "cpu", [], 10.0, {"rng": "compat"})
     torch.manual_seed(3)
@@ -291,6 +292,7 @@ def test_other_threads_run_python_during_a_step() -> None:
     assert sum(begin < t < end for t in seen) >= 5
 
 
+@pytest.mark.host("memory is traced on CPUs alone")
 def test_memory_trace_is_exact() -> None:
     big = torch.zeros(1024, 1024)
     declaration = program("").replace("f32[4,6]", "f32[1024,1024]")

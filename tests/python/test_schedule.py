@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
@@ -343,7 +344,18 @@ def peaks() -> list[int]:
 
 def test_measured_steps_take_no_more_memory() -> None:
     for found in ranks.run(peaks, 2):
-        assert found[-1] <= 1.001 * found[4], found  # the steps from the fifth on were measured
+        # The steps from the fifth on were measured. A device's allocator gives whole blocks, one of them to the loss that is held.
+        assert found[-1] <= 1.001 * found[4] + (0 if on_device.DEVICE == "cpu" else 1024), found
+
+
+def of_the_program(stats: dict[str, Any]) -> int:
+    """Peak bytes without what others hold: a device's counter has all of the process, and the blocks of its allocator whole. The first step
+    of a program finds out what kernels take inside, beyond the plan, and has its plan's peak here."""
+    arena = stats["arena"]
+    if on_device.DEVICE == "cpu":
+        return int(stats["peak_bytes"])
+    beside = stats["live_bytes"] - stats["persistent_bytes"] - arena["planned_bytes"]
+    return int(stats["peak_bytes"] - beside - (0 if arena["settled"] else arena["first_peak_bytes"] - arena["planned_bytes"]))
 
 
 def peaks_of_a_search(limit: int | None) -> list[int]:
@@ -358,7 +370,7 @@ def peaks_of_a_search(limit: int | None) -> list[int]:
     ) as trainer:  # fmt: skip
         for step in range(14):
             trainer.step(parity.batch_of("llama", step, rank, 1))
-            found.append(trainer.stats()["peak_bytes"])
+            found.append(of_the_program(trainer.stats()))
         assert trainer.plans[0]["step"] == 9
         return [max(step) for step in zip(*trainer._run.peers.exchange("peaks of this run", found), strict=True)]
 

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
@@ -245,7 +246,9 @@ def test_a_sharded_model_is_freed_and_has_rank_0s_values() -> None:
         assert all(torch.equal(f["got"][k], found[0]["start"][k]) for k in f["got"])
     assert found[0]["only_rank_0"] == len(found[0]["start"]) and found[1]["only_rank_0"] == 0
     assert found[0]["summary"]["largest_unit"]["name"] == "transformer.h.0.mlp.c_fc.weight"
-    assert found[0]["stats"]["bytes_sent"] > 0 and found[0]["stats"]["copied_bytes"] == 0
+    assert found[0]["stats"]["bytes_sent"] > 0
+    # Only CPUs have backward kernels of ours that write to a gradient's place where ATen's have no such form.
+    assert on_device.DEVICE != "cpu" or found[0]["stats"]["copied_bytes"] == 0
 
 
 def test_memory_limit_says_how_much_is_needed() -> None:

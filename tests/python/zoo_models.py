@@ -115,12 +115,17 @@ def tiny(config: type, **more: Any) -> Any:
     given = {k: v for k, v in SMALL.items() if k in known and not isinstance(known[k], (list, dict))}
     given |= {k: 0.0 for k, v in known.items() if isinstance(v, float) and ("drop" in k or k.endswith("pdrop") or k == "layerdrop")}
     if _staged(config):  # their widths and heads are lists that go together
-        given = {k: v for k, v in given.items() if k in ("num_labels", "patch_size") or isinstance(v, float)}
+        given = {k: v for k, v in given.items() if k == "num_labels" or isinstance(v, float)}
         given |= {k: v for k, v in (("image_size", 64), ("window_size", 4)) if isinstance(known.get(k), int)}
+    if isinstance(known.get("image_size"), list):
+        given["image_size"] = [64, 64]
     # Of each stage; random draws are another stream than eager's.
     given |= {k: [0.0] * len(v) for k, v in known.items() if "drop" in k and isinstance(v, list)}
     if config.__name__.startswith("Swin") and "num_heads" in known:
         given |= {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+    for name, part in (getattr(config, "sub_configs", None) or {}).items():  # a text's and a picture's, say
+        if part.__name__ != "AutoConfig":
+            given[name] = tiny(part).to_dict()
     if known.get("is_encoder_decoder"):  # not among a fresh configuration's settings
         given["decoder_start_token_id"] = 0
     if "attention_types" in known:  # GPT-Neo's layers
@@ -302,11 +307,14 @@ class Swap(nn.Module):
 
 
 def cases() -> list[Model]:
+    import zoo_more
+
     every = [
         *found("ForCausalLM", LANGUAGE, words), *found("LMHeadModel", LANGUAGE, words), *found("ForMaskedLM", MASKED, words),
         *found("ForConditionalGeneration", SEQUENCES, words), *found("ForImageClassification", IMAGES, pixels),
         *found("ForSequenceClassification", [*TOKENS, "GPT2", "Llama", "Mistral", "Qwen2", "OPT", "Bloom", "Falcon", "Gemma"], classes),
         *found("ForTokenClassification", TOKENS, tagged), *branching(), *plain_models(),
+        *zoo_more.cases(),
     ]  # fmt: skip
     return list({case.name: case for case in every}.values())
 

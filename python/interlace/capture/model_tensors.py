@@ -127,8 +127,11 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             )
         if not is_non_overlapping_and_dense_or_false(t):
             raise CaptureError(f"parameter '{p.name}' is not dense (strides {tuple(t.stride())}); set it to a .contiguous() copy")
-        if t._backward_hooks or not all(hasattr(h, OWN_HOOK) for h in (getattr(t, "_post_accumulate_grad_hooks", None) or {}).values()):
-            raise CaptureError(f"parameter '{p.name}' has a gradient hook, which a program cannot run; remove it")
+        if not all(hasattr(h, OWN_HOOK) for h in (getattr(t, "_post_accumulate_grad_hooks", None) or {}).values()):
+            raise CaptureError(
+                f"parameter '{p.name}' has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), which a program "
+                "cannot run; register_hook changes gradients, trainer.step makes the optimizer's step"
+            )
         if t.is_meta or t.numel() == 0:
             continue
         key = t.untyped_storage()._cdata

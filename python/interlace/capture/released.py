@@ -22,7 +22,7 @@ _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}  # attributes that give
 _METHODS = (
     "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "is_contiguous", "is_floating_point",
     "is_complex", "is_signed", "get_device", "requires_grad_", "type", "__hash__", "__len__", "__repr__", "__format__", "__dir__",
-    "is_same_size", "dim_order",
+    "is_same_size", "dim_order", "register_hook",
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def _allowed() -> set[Any]:
         attribute = getattr(Tensor, name)
         if name not in _VALUES and type(attribute).__name__ in ("getset_descriptor", "property"):
             functions.add(attribute.__get__)
-    for name in ("requires_grad", "grad"):
+    for name in ("requires_grad", "grad", "_backward_hooks"):
         descriptor: Any = getattr(Tensor, name)
         functions |= {descriptor.__set__, descriptor.__delete__}
     return functions

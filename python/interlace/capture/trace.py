@@ -255,6 +255,9 @@ class Trace:
                 (self.unused if p.name in self.trained else self.idle).append(p.name)
             if g is None and p.name in self.trained:
                 g = torch.zeros_like(p.fake)  # type: ignore[arg-type]
+            for hook in (p.real._backward_hooks or {}).values() if g is not None else ():  # of register_hook: before averaging, as DDP
+                changed = hook(g)
+                g = g if changed is None else changed
             if g is not None:
                 self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
         if all(g is None for g in grads):
@@ -342,6 +345,8 @@ class Trace:
         except Exception as e:
             place = user_place(e.__traceback__) or what
             text = f"{place}: {type(e).__name__} while tracing {what}{self.module()}: {e}"
+            if re.search("numpy|subclass|fake|data_ptr|storage", str(e), re.I):
+                text += " (A trace has shapes and no values: pass fullgraph=False to run that module in Python.)"
             if self.symbols and self.symbols.rename(str(e)) != str(e):
                 names = " and ".join(self.symbols.sizes)
                 text = self.symbols.rename(text) + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"

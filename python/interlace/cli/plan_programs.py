@@ -6,7 +6,6 @@ side by side, and ranks that share cores, and the fastest of those is taken (`ju
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -40,8 +39,7 @@ def judge(found: dict[str, Any], cluster: str, profile: str, update: Callable[[s
             judged.append(each | {"simulated": said})
     judged.sort(key=lambda each: each["simulated"]["step_us"])
     known = [each for each in judged if max(each["simulated"]["peak_bytes"]) <= found["memory_limit"]]
-    chosen = [each["text"] for each in known]
-    rest = [each for each in found["plans"] if each["text"] not in chosen]
+    rest = [each for each in found["plans"] if each["text"] not in [one["text"] for one in known]]
     rows = [{"plan": each["plan"], "fits": each in known} | each["simulated"] for each in judged]
     return found | {"plans": (known + rest)[:top], "judged": rows}
 
@@ -55,7 +53,7 @@ def _by_layout(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any] | None:
-    """Step and the peak of a rank of each stage: {"step_us", "peak_bytes"}. None: stages with other rows, or passes that refuse."""
+    """Step and the peak of a rank of each stage: {"step_us", "peak_bytes"}. None: passes that refuse."""
     from interlace import _core
 
     programs = programs_of(plan)
@@ -71,27 +69,26 @@ def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any
 
 
 def programs_of(plan: dict[str, Any]) -> list[Any] | None:
-    """Of each stage. None: stages with other rows, or passes that refuse."""
+    """Of each stage. None: passes that refuse."""
     from interlace import _core
 
     with tempfile.TemporaryDirectory(prefix="interlace-plan-") as folder:
         file = Path(folder) / "cluster.toml"  # what passes decide by when the plan is trained (compiling/planner.py)
-        ranks = sum(stage["devices"] for stage in plan["stages"])
-        file.write_text(re.sub(r"\ncores = \d+", f"\ncores = {cores()}", _core.preset_cluster(f"{LOCAL}{ranks}")))
+        here = _core.preset_cluster(f"{LOCAL}{sum(stage['devices'] for stage in plan['stages'])}")
+        file.write_text(re.sub(r"\ncores = \d+", f"\ncores = {cores()}", here))
         try:
             return _programs(plan, str(file))
         except (_core.Error, InterlaceError):
             return None
 
 
-def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any] | None:
+def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
     from interlace import _core
+    from interlace.compiling.planner import OF_STAGES
     from interlace.plan.execute import execution_of
 
     how = execution_of(plan)
-    if len({stage.dp for stage in how.stages}) > 1:
-        return None
-    text, model = _captured(how.model, how.micro_batch, how.seq)
+    _, model = _captured(how.model, how.micro_batch, how.seq)
     config = Config(
         strategy=how.strategy, mesh=how.mesh, stages=how.borders(model), stage_order=how.stage_order, accumulation=how.accumulation,
         accumulate_mode=how.accumulate_mode, clip_norm=1.0,
@@ -101,15 +98,20 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any] | None:
     passes = items(pipeline(standard, fill(how.passes(model), {"cluster": cluster_file, "ranks": how.ranks})))
     first = "mesh" if config.stage_meshes else "pipeline"  # that depends on the stage
     cut = next((i for i, each in enumerate(passes) if pass_name(each) == first), len(passes))
-    whole = _core.Program.parse(text, "captured")
-    whole.set_meta("micro_batches", str(how.accumulation))
-    whole.run_passes(",".join(passes[:cut]))
-    programs = []
-    for stage in range(len(how.stages)):
-        programs.append(_core.Program.parse(whole.print(), "captured"))
+    programs, known = dict[int, Any](), dict[str, str]()
+    whole: dict[int, Any] = {}  # by rows of a micro-batch; the most first: stages with unlike ranks have some meta lines from that one
+    for stage, rows in sorted(((s, each["micro_batch"]) for s, each in enumerate(plan["stages"])), key=lambda entry: -entry[1]):
+        if rows not in whole:
+            whole[rows] = _core.Program.parse(_captured(how.model, rows, how.seq)[0], "captured")
+            whole[rows].set_meta("micro_batches", str(how.accumulation))
+            whole[rows].run_passes(",".join(passes[:cut]))
+        programs[stage] = program = whole[rows].clone()
+        for name in known:
+            program.set_meta(name, known[name])
         if cut < len(passes):
-            programs[-1].run_passes(for_stage(",".join(passes[cut:]), stage, dataclasses.replace(config)))
-    return programs
+            program.run_passes(for_stage(",".join(passes[cut:]), stage, config))
+        known |= {name: text for name, text in program.meta().items() if name in OF_STAGES and config.stage_meshes}
+    return [programs[stage] for stage in range(len(programs))]
 
 
 @functools.lru_cache(maxsize=8)

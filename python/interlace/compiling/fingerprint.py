@@ -16,6 +16,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import os
 import sys
 import types
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.reach import hooks_of_all, loads, mentions
 from interlace.capture.sites import TORCH, is_installed
 
 _TENSOR_BYTES = 64 << 20  # larger constants of the code are not read
@@ -152,34 +154,42 @@ class Fingerprint:
             self.named(code.co_freevars[i], content, f"{where}: '{code.co_freevars[i]}'")
         self.value(f.__defaults__, where)
         self.value(f.__kwdefaults__, where)
+        if vars(f):
+            self.value(vars(f), where)
         if is_installed(code.co_filename):
             self.library(f.__module__)
             self.word(code.co_filename, code.co_firstlineno)
             return
-        names: set[str] = set()
-        self._code(code, where, names)
-        for name in sorted(names):
-            if name in f.__globals__:
-                self.word("global", name)
-                self._global(name, f.__globals__[name], names, f"{where}: '{name}'")
+        self._code(code, where)
+        names, (loaded, imported) = mentions(code), loads(code)
+        for name in sorted(loaded & f.__globals__.keys()):
+            self.word("global", name)
+            self._global(name, f.__globals__[name], names, f"{where}: '{name}'")
+        for name in sorted(imported & sys.modules.keys()):
+            self._global(name, sys.modules[name], names, f"{where}: '{name}'")
+        if not names.isdisjoint(("environ", "getenv")):
+            self.word("environment", sorted((name, os.environ.get(name)) for name in names))
 
-    def _code(self, code: types.CodeType, where: str, names: set[str]) -> None:
-        names.update(code.co_names)
+    def _code(self, code: types.CodeType, where: str) -> None:
         self.word("code", code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._code(constant, where, names)
+                self._code(constant, where)
             else:
                 self.value(constant, where)
 
-    def _global(self, name: str, x: Any, names: set[str], where: str) -> None:
+    def _global(self, name: str, x: Any, names: frozenset[str], where: str) -> None:
         if not isinstance(x, types.ModuleType):
             self.named(name, x, where)
             return
         self.word("package", x.__name__)
-        if not _of_a_package(x):  # config.SCALE of the user's own module
-            for attribute in sorted(names & vars(x).keys()):
-                self.named(attribute, vars(x)[attribute], f"{where}.{attribute}")
+        for attribute in sorted(names & vars(x).keys()):
+            item = vars(x)[attribute]
+            code = getattr(item, "__code__", None)
+            if not _of_a_package(x) or (code is not None and not is_installed(code.co_filename)):  # config.SCALE, or put there
+                self.named(attribute, item, f"{where}.{attribute}")
+            elif type(item) in _PLAIN or isinstance(item, (types.FunctionType, type)):
+                self.word(attribute, repr(item) if type(item) in _PLAIN else (item.__module__, item.__qualname__))
 
     def type(self, cls: type, where: str) -> None:
         """A class by its code and that of its bases."""
@@ -266,6 +276,7 @@ class Fingerprint:
         self._kept.append(t)
         strides = t.stride() if t.layout == torch.strided else ()
         self.word(kind, name, t.dtype, tuple(t.shape), strides, t.requires_grad, number if tied else "own", type(t).__name__)
+        self.value(list((t._backward_hooks or {}).values()), name)
 
     def settings(self) -> None:
         """Switches of torch that change what is traced."""
@@ -277,6 +288,7 @@ class Fingerprint:
             cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled,
             sys.version_info[:3],
         )  # fmt: skip
+        self.value([list(hooks.values()) for hooks in hooks_of_all()], "hooks of all modules")
 
 
 def _of_a_package(module: types.ModuleType | None) -> bool:

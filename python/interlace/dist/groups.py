@@ -166,6 +166,24 @@ def native_backend(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device.type)
 
 
+def check_streams(device: torch.device) -> None:
+    """Error: a device whose work cannot be ordered."""
+    if device.type == "cpu":
+        return
+    try:
+        torch.Event(device.type).record(torch.Stream(device))
+    except (RuntimeError, NotImplementedError) as e:
+        raise InterlaceError(
+            f"{device} gives no streams and events ({str(e).splitlines()[0]}), by which steps are ordered; train on the CPU: model.cpu()"
+        ) from None
+
+
+def device_name(device: torch.device) -> str:
+    """What tells a device from all others, where only one rank can use it; else empty."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None) if device.type != "cpu" else None
+    return str(getattr(properties(device), "uuid", "")) if properties is not None else ""
+
+
 def default_device() -> torch.device:
     """This rank's accelerator when there is one (chosen by LOCAL_RANK), else the CPU."""
     if torch.accelerator.is_available():

@@ -36,7 +36,7 @@ DEVICES = {
 }
 OPTIONS: dict[str, Any] = {
     "joint_graph_constant_folding": False,  # it makes the constants on the device
-    "autotune_local_cache": False, "compile_threads": 1, "triton.unique_kernel_names": True,
+    "autotune_local_cache": False, "triton.unique_kernel_names": True,
 }  # fmt: skip
 PARAMETERS = {"*": "u64", "i1": "u8", "i8": "u8", "i16": "u16", "i32": "u32", "i64": "u64"}  # Triton's types → those of PTX
 

@@ -27,7 +27,7 @@ from typing import Any
 from interlace import private
 
 log = logging.getLogger("interlace")
-FORMAT = 2
+FORMAT = 3
 MAX_BYTES = 256 << 20  # of a file
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import multiprocessing
 import shlex
 import subprocess
 import tempfile
@@ -28,6 +29,7 @@ from interlace.regions.kept import FORMAT, RegionsError, log, say_once
 from interlace.regions.lower import TESTED, LoweringError, settings, source_of
 from interlace.version import __version__
 
+PARTS = 2  # of a library, made at once
 COMPILE_LIMIT_S = 300.0  # of the C++ compiler, and of waiting for another process
 MODES = ("off", "on", "exact")
 
@@ -118,44 +120,83 @@ class Wanted:
 
     def make(self, limit_s: float) -> tuple[dict[str, Any], bytes]:
         """Its note and bytes. Error: RegionsError, OSError; a compiler that took too long may have left processes."""
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         # torch asks the compiler so before anything else, without a limit.
         kept.run_within([get_cpp_compiler(), "-v"], "the C++ compiler", limit_s)
-        found: dict[str, Any] = {}
-        texts = []
-        for func in self.funcs:
-            short = func["key"][:16]
-            try:
-                texts.append(source_of(func, self.threads))
-                found[short] = {"exact": False, "why": ""}
-            except LoweringError as e:
-                found[short] = {"exact": False, "why": str(e)[:300]}
+        import torch._inductor.compile_fx  # noqa: F401  here, and not in every part
+
+        _choose_instructions()
         with tempfile.TemporaryDirectory(prefix="interlace-regions-") as scratch:
-            source, made = Path(scratch) / "regions.cpp", Path(scratch) / "regions.so"
-            source.write_text("#include <torch/csrc/inductor/cpp_prefix.h>\n" + "\n".join(texts))
-            _compile(source, made, self.threads, limit_s)
-            library = ctypes.CDLL(str(made))
-            for func in self.funcs:
-                entry = found[func["key"][:16]]
-                if not entry["why"]:
-                    entry["exact"], entry["why"] = compare(library, func)
-            return found, made.read_bytes()
+            parts = _shared_out(self.funcs)
+            work = functools.partial(_make_part, threads=self.threads, limit_s=limit_s)
+            try:
+                with ProcessPoolExecutor(len(parts), multiprocessing.get_context("fork")) as pool:
+                    made = list(pool.map(work, parts, [Path(scratch) / f"part{i}" for i in range(len(parts))]))
+            except BrokenProcessPool:
+                raise RegionsError("a process that makes or compares them has ended: a region crashes, or there is no memory left") from None
+            library = _compile([object for _, object in made], Path(scratch), self.threads, limit_s)
+            return {key: entry for noted, _ in made for key, entry in noted.items()}, library.read_bytes()
 
 
-def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
+def _choose_instructions() -> None:
+    """For the rest of this process code generation takes the widest vectors that the processor has, without compiling and running a program
+    for each of its sets of instructions: regions need none of those for products, and -march=native says the rest."""
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.supported_vec_isa_list = [isa for isa in cpu_vec_isa.supported_vec_isa_list if len(str(isa).split()) == 1]
+    cpu_vec_isa.VecISA.check_build = lambda self, code: True  # type: ignore[method-assign]
+
+
+def _shared_out(funcs: list[Func]) -> list[list[Func]]:
+    """The parts, of about as many ops each: the same on every machine."""
+    parts: list[list[Func]] = [[] for _ in range(min(PARTS, len(funcs)))]
+    for func in sorted(funcs, key=lambda func: (-len(func["ops"]), func["key"])):
+        min(parts, key=lambda part: sum(len(f["ops"]) for f in part)).append(func)
+    return parts
+
+
+def _make_part(funcs: list[Func], folder: Path, threads: int, limit_s: float) -> tuple[dict[str, Any], Path]:
+    """What is noted of these regions, and their object file."""
+    folder.mkdir()
+    texts, noted = ["#include <torch/csrc/inductor/cpp_prefix.h>"], {}
+    for func in funcs:
+        entry = noted[func["key"][:16]] = {"exact": False, "why": ""}
+        try:
+            texts.append(source_of(func, threads))
+        except LoweringError as e:
+            entry["why"] = str(e)[:300]
+    source = folder / "regions.cpp"
+    source.write_text("\n".join(texts))
+    object = _compile([source], folder, threads, limit_s)
+    library = ctypes.CDLL(str(_compile([object], folder, threads, limit_s)))
+    for func in funcs:
+        entry = noted[func["key"][:16]]
+        if not entry["why"]:
+            entry["exact"], entry["why"] = compare(library, func)
+    return noted, object
+
+
+def _compile(sources: list[Path], folder: Path, threads: int, limit_s: float) -> Path:
+    """The object file of a text, or the library of object files."""
     from torch._inductor import config
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+    only = sources[0].suffix == ".cpp"
     with config.patch(settings(threads)):
-        options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False)
-        command = CppBuilder("regions", [str(source)], BuildOption=options, output_dir=str(made.parent)).get_command_line()
+        options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False, compile_only=only)
+        builder = CppBuilder("regions", list(map(str, sources)), BuildOption=options, output_dir=str(folder))
     # In the session of the process that compiles, which ends it whole.
-    code, errors = kept.run_within([*shlex.split(command), "-w"], "the C++ compiler", limit_s, cwd=made.parent)
+    made = Path(builder.get_target_file_path())
+    code, errors = kept.run_within([*shlex.split(builder.get_command_line()), "-w"], "the C++ compiler", limit_s, cwd=folder)
     if code != 0 or not made.is_file():
         line = next((text for text in errors.splitlines() if "error" in text), errors.strip()[-200:])
         raise RegionsError(f"the C++ compiler failed ({code}): {line[:300]}")
+    return made
 
 
 @functools.cache

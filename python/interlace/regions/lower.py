@@ -46,6 +46,7 @@ def settings(threads: int) -> dict[str, Any]:
     return {
         "allow_buffer_reuse": False, "inplace_buffers": False, "fx_wrapper": True, "comprehensive_padding": False, "size_asserts": False,
         "cpp.threads": threads, "cpp.vec_isa_ok": True,  # else each instruction set is tried by compiling something
+        "compile_threads": 1,  # else a pool of processes is started, for what is not compiled here
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from interlace.compiling.programs import Built, Programs, Source
 from interlace.compiling.states import WEIGHT, States
 from interlace.config import Config, ConfigError
 from interlace.config.schedule import check_passes, default_schedule, stage_at
-from interlace.dist.groups import default_device
+from interlace.dist.groups import check_streams, default_device, device_name
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
@@ -70,7 +70,9 @@ def compile(
     if example_batch is None:
         raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
     first = next((p for p in model.parameters() if not p.is_meta), None)
-    peers = Peers(first.device if first is not None else default_device(), config.timeout_s)
+    device = first.device if first is not None else default_device()
+    check_streams(device)
+    peers = Peers(device, config.timeout_s)
     peers.locate = lambda rank: config.where(rank, peers.size)
     try:
         with peers.guard():
@@ -159,7 +161,14 @@ class _Build:
             },
             "optimizer": {"class": name_of(self.optimizer), "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]},
         }  # fmt: skip
-        everyone = self.peers.exchange("compile", mine)
+        everyone = self.peers.exchange("compile", mine | {"name": device_name(self.peers.device)})
+        names = [other.pop("name") for other in everyone]
+        if shared := [r for r, name in enumerate(names) if name and names.count(name) > 1]:
+            same = [r for r in shared if names[r] == names[shared[0]]]
+            raise PeerError(
+                f"{ranks_text(same)} have one device, {self.peers.device.type} {names[same[0]]}; start no more ranks on a host than it has "
+                f"devices (rank {self.peers.rank} sees {torch.accelerator.device_count()}), each with its own: LOCAL_RANK chooses it, or model.to"
+            )
         for kind in mine:
             differing = [r for r, other in enumerate(everyone) if other[kind] != everyone[0][kind]]
             if not differing:

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from interlace.capture.model_tensors import collect
+from interlace.capture.model_tensors import ModelTensor, collect
 from interlace.capture.opaque import LOSS, TAIL
-from interlace.capture.watch import MISSING, Change, Watch, describe
+from interlace.capture.reach import MISSING
+from interlace.capture.watch import Change, Watch, describe
 from interlace.capture.ways import Way, other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
@@ -33,6 +34,7 @@ from interlace.compiling.programs import Built, ProgramError, Source
 from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train.evaluation import Evaluation
+from interlace.train.materialize import point_at
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run, gathered
 
@@ -52,6 +54,7 @@ class Follow:
         self._programs: dict[tuple[str, str], tuple[Built, int]] = {}
         self._turns: Counter[str] = Counter()  # programs captured for other ways, by the place that tells them apart
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
+        self._memory: tuple[Any, list[tuple[ModelTensor, int]]] = None, []  # a program, and where the model's tensors are
         self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
         self._look()
 
@@ -67,6 +70,7 @@ class Follow:
         if self.frozen.recompiled:
             self.frozen.recompiled = False
             self._programs.clear()
+        self._take_assigned()
         changes = self.watch.moved()
         if not changes:
             return
@@ -79,6 +83,30 @@ class Follow:
             self._look()
             self._again(_said(rest), before, batch, numbers)
         self._look()
+
+    def _take_assigned(self) -> None:
+        """Parameters and buffers that were given other memory (`p.data = t`): their values go into the program's."""
+        run = self.run
+        if self._memory[0] is not run.ir:
+            found = [(t, self._storage(t)) for t in collect(self.captures.model)]
+            self._memory = run.ir, [(t, s.data_ptr()) for t, s in found if s is not None and s.device == t.real.device]
+        for i, (t, pointer) in enumerate(self._memory[1]):
+            if t.real.data_ptr() == pointer:
+                continue
+            storage = self._storage(t)
+            if storage is None or (storage.shape, storage.dtype) != (t.real.shape, t.real.dtype):
+                raise InterlaceError(f"'{t.name}' is {describe(t.real)} of {t.real.dtype} now, and was not when compiled; compile again")
+            if t.real.data_ptr() != storage.data_ptr():
+                run.flush()
+                storage.copy_(t.real.detach())
+                point_at(t.real, storage)
+            self._memory[1][i] = t, storage.data_ptr()
+
+    def _storage(self, t: ModelTensor) -> Tensor | None:
+        """What the program keeps a tensor of the model in, whole."""
+        if t.kind == "param":
+            return self.run.states.resident(t.name)
+        return self.run.tensors.buffers.get(t.name) if t.kind == "buffer" else None
 
     def after_step(self) -> None:
         """What opaque modules have changed of themselves in the step is no change between two steps; an opaque loss function may change
@@ -153,7 +181,7 @@ class Follow:
         mine: dict[str, str] = {}
         hooks: dict[str, int] = {}
         for c in changes:
-            table = re.fullmatch(r"(.*_hooks' .*)\[\d+\](.*)", c.where)
+            table = re.fullmatch(r"(.*_hooks\w*' .*)\[\d+\](.*)", c.where)
             where = c.where
             if table is not None:  # each process numbers its hooks on its own: their order counts
                 number = hooks[table[1]] = hooks.get(table[1], -1) + 1

@@ -15,6 +15,7 @@ import torch
 
 from interlace.capture.groups import counts_steps, has_pilot, is_rule, kind_of, small_shapes
 from interlace.capture.pilot import Pilot, Step, as_state
+from interlace.capture.reach import mentions
 from interlace.capture.several import members_of
 from interlace.capture.whole import WHOLE, whole_groups
 from interlace.errors import InterlaceError
@@ -183,8 +184,15 @@ class Hyper:
         """What torch does on entry of optimizer.step()."""
         for member in members_of(self.optimizer):
             for number, hook in list(getattr(member, "_optimizer_step_pre_hooks", {}).items()):
-                if number not in self.not_run:
-                    hook(member, (), {})
+                if number in self.not_run:
+                    continue
+                code = getattr(hook, "__code__", getattr(getattr(hook, "__func__", None), "__code__", None))
+                if code is not None and any("grad" in name for name in mentions(code)):
+                    raise InterlaceError(
+                        f"{code.co_filename}:{code.co_firstlineno}: this hook before the optimizer's step reads gradients, which are in the "
+                        "program (p.grad is None); Config(clip_norm=...) clips them, and a hook on the loss's inputs can change them"
+                    )
+                hook(member, (), {})
 
     def after_step(self) -> None:
         """What torch does on leaving optimizer.step(), and the mark that keeps schedulers from warning about their order."""

@@ -16,6 +16,7 @@ import atexit
 import importlib
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,6 +105,13 @@ def device_count() -> int:
 
 def current_device() -> int:
     return 0
+
+
+uuid = ""  # where a test gives one, only one rank can use the device
+
+
+def get_device_properties(device: Any = 0) -> SimpleNamespace:
+    return SimpleNamespace(name="soft", uuid=uuid)
 
 
 def set_device(device: Any) -> None:
