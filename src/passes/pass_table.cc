@@ -113,6 +113,7 @@ std::span<const PassInfo> PassTable() {
                   "everything inside blocks, all but expensive ops, or as little as fits"),
            OptionInfo{"blocks", kText, "elements of lists", "paths of modules, joined by +, that are a block each"},
            OptionInfo{"save", kText, "products and attention", "selective: ops, joined by +, that do not run again"},
+           Choice("keep", {"products", "second", "all"}, "selective: every second product, all but attention's scores"),
            OptionInfo{"whole", kText, "none", "selective: blocks, joined by +, in which everything runs again"},
            OptionInfo{"bytes", kBytes, "none", "budget: what may be kept for the backward part"},
            OptionInfo{"cluster", kText, "local-1", "budget: preset whose kernel times count"}}),
