@@ -73,6 +73,7 @@ class Wanted:
     threads: int
     key: str
     suffix = ".so"
+    at_once = 1  # parts that are made at the same time: beside a training they have one core
 
     @classmethod
     def of(cls, funcs: list[Func], mode: str, folder: Path | None) -> Wanted:
@@ -134,7 +135,7 @@ class Wanted:
             parts = _shared_out(self.funcs)
             work = functools.partial(_make_part, threads=self.threads, limit_s=limit_s)
             try:
-                with ProcessPoolExecutor(len(parts), multiprocessing.get_context("fork")) as pool:
+                with ProcessPoolExecutor(min(self.at_once, len(parts)), multiprocessing.get_context("fork")) as pool:
                     made = list(pool.map(work, parts, [Path(scratch) / f"part{i}" for i in range(len(parts))]))
             except BrokenProcessPool:
                 raise RegionsError("a process that makes or compares them has ended: a region crashes, or there is no memory left") from None
