@@ -6,7 +6,8 @@ Model (src/cost/collective_model.h): time = alpha * (n - 1) + bytes * (n - 1) / 
 and n ranks; an all-reduce around a ring is twice that. Fitted on the 16- and 64-GPU rows of nccl_p5_all_gather.csv (8 H100 a node,
 EFA): mean absolute relative error, which single outliers of the tables do not pull. Predictions for 32, 128 and 256 GPUs
 follow. An all-reduce between nodes goes along trees and within a node through the switches: another form, whose rate
-falls for small buffers and many nodes. Then rows inside one node of comm_{l4,a100}.csv, which the presets of those machines use.
+falls for small buffers and many nodes. Then rows inside one node of comm_{l4,a100,a10g}.csv, which the presets of those machines use,
+and how far the presets are from them: their gathers and reduce-scatters hold the copies of lists of tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import numpy as np
 from fit_kernels import search
 from numpy.typing import NDArray
 
+from interlace import _core
+
 Array = NDArray[np.float64]
 MIB = 1 << 20
+PRESETS = {"l4": "l4-24gb-8", "a100": "a100-40gb-8", "a10g": "a10g-24gb-8"}
 
 
 def model_us(alpha: float, gb_per_s: float, ranks: Array, size: Array) -> Array:
@@ -126,8 +130,12 @@ def show_node(data: Path, gpu: str) -> None:
         for n in sorted({r[0] for r in rows}):
             ranks, size, measured = np.array([r for r in rows if r[0] == n]).T
             alpha, bandwidth, error = fit(ranks, size, measured)
+            factor = 2.0 if op == "all_reduce" else 1.0
+            whole = [_core.predict_collective(PRESETS[gpu], op, int(s), int(n))[0] / factor for s in size]
+            off = np.array(whole) / measured - 1
             print(
-                f"{gpu:5} {op:15} {n:.0f} GPUs, {len(size):4d} rows: alpha {alpha:6.1f} us, {bandwidth:7.2f} GB/s, error {100 * error:.1f} %"
+                f"{gpu:5} {op:15} {n:.0f} GPUs, {len(size):4d} rows: alpha {alpha:6.1f} us, {bandwidth:7.2f} GB/s, error {100 * error:.1f} %;"
+                f" the preset {100 * np.abs(off).mean():.1f} %, bias {100 * off.mean():+.1f} %"
             )
 
 

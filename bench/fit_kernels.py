@@ -125,6 +125,26 @@ def fit_gemm(device: str, what: str, shapes: Array, times: Array, t0: float | No
     return point
 
 
+def fit_linear_l4(data: Path) -> None:
+    """Linear layers on L4, forward and both gradients: op_times_l4.csv, whose `current` rows ran at 1050 MHz."""
+    for db in ("current", "backup"):
+        with (data / "op_times_l4.csv").open(newline="") as file:
+            rows = [r for r in csv.DictReader(file) if r["db"] == db and r["gemm_m"] and float(r["fwd_median_ms"]) > 0.1]
+        m, n, k, forward, backward = (np.array([float(r[key]) for r in rows])
+                                      for key in ("gemm_m", "gemm_n", "gemm_k", "fwd_median_ms", "bwd_median_ms"))  # fmt: skip
+
+        def off(p: Array, m: Array = m, n: Array = n, k: Array = k, forward: Array = forward, backward: Array = backward):
+            p = np.append(p, 2.2)
+            both = [gemm_us(p, np.stack(shape, 1), "l4") for shape in ((m, n, k), (m, k, n), (n, k, m))]
+            return both[0] / (forward * 1e3), (both[1] + both[2]) / (backward * 1e3)
+
+        point, _ = search(lambda p, off=off: float(sum(np.abs(np.log(x)).mean() for x in off(p))), [0.5, 0.3, 50.0],
+                          [0.1, 0.2, 40.0], [0.2, 0.0, 0.0], [1.0, 1.0, 600.0])  # fmt: skip
+        error = [100 * np.abs(x - 1).mean() for x in off(point)]
+        print(f"l4    linear layers, {db}, {len(rows)} rows: efficiency {point[0]:.3f}, q {point[1]:.2f}, k0 {point[2]:.0f};"
+              f" error {error[0]:.1f} % forward, {error[1]:.1f} % backward")  # fmt: skip
+
+
 def fit_memory(device: str, name: str, table: Array) -> None:
     """Bandwidth share of large sizes, and what the cache adds for small ones is left to the model's own constant."""
     large = table[table[:, 0] > 2.5e8]
@@ -177,20 +197,17 @@ def main() -> int:
                 fit_gemm(gpu, what, shapes[chosen], measured[chosen], float(point[3]))
         for name, table in memory.items():
             fit_memory(gpu, name, table)
+    fit_linear_l4(options.data)
     with (options.data / "op_times_l4.csv").open(newline="") as file:
-        rows = [
-            r for r in csv.DictReader(file) if r["op"].endswith("flash_attn_qkvpacked_func") and r["db"] == "backup"
-        ]
-    for what, column, factor in (("forward", "fwd_median_ms", 1.0), ("backward", "bwd_median_ms", 2.5)):
-        rates, lengths = [], []
-        for row in rows:
-            b, s, _, a, d = (int(x) for x in row["tensor_shapes"].removeprefix("qkv=").split("x"))
-            if b * a >= 64 and d == 128:
-                rates.append(factor * 2 * b * a * s * s * d / (float(row[column]) * 1e9))
-                lengths.append(s)
-        print(
-            f"l4    flash attention {what}, sequence 2048, head 128, clocks not locked: median {np.median(rates):.1f} TFLOP/s"
-        )
+        flash = [r for r in csv.DictReader(file) if r["op"].endswith("flash_attn_qkvpacked_func")]
+    for db in ("current", "backup"):
+        for what, column, factor in (("forward", "fwd_median_ms", 1.0), ("backward", "bwd_median_ms", 2.5)):
+            rates = []
+            for row in flash:
+                b, s, _, a, d = (int(x) for x in row["tensor_shapes"].removeprefix("qkv=").split("x"))
+                if row["db"] == db and b * a >= 64 and d == 128:
+                    rates.append(factor * 2 * b * a * s * s * d / (float(row[column]) * 1e9))
+            print(f"l4    flash attention {what}, sequence 2048, head 128, {db}: median {np.median(rates):.1f} TFLOP/s")
     return 0
 
 

@@ -4,6 +4,7 @@ the presets (src/cost/presets.cc), with the errors on runs that were left out of
     python bench/fit_presets.py --data ../shared/data
     python bench/fit_presets.py --data FOLDER --only h100-80gb
     python bench/fit_presets.py --data FOLDER --two                  # what two runs tell of the others
+    python bench/fit_presets.py --data FOLDER --cells                # vTrain's layers one by one, without a model of kernels
 
 Tables: mosaicml_7b.csv (llm-foundry scripts/train/benchmarking, Apache-2.0: MPT-7B, FSDP, eager) and vtrain_single_fit.csv
 (github.com/VIA-Research/vTrain: Megatron on one node of A100-80GB). Model: `interlace plan`'s prediction of each run's layout.
@@ -11,6 +12,8 @@ Constants are those of interlace.calibrate.fit; runs are left out in turn by seq
 number of GPUs. What the presets say are these figures, rounded. "inside": how many of the runs that were left out lie in the 80 %
 interval that the other groups give, by hardware and in all; "error" is what the preset keeps. "--two": a preset that knows nothing of
 whole steps (shares of 1, as an unknown machine has), calibrated on two runs, against the others of that machine, for many pairs.
+"--cells": least squares for what a layer and the head take in every cell (hidden size, tp, micro-batch), with the pipeline's formula, an
+update per parameter and an all-reduce per parameter: what is left says how right these are, and the cells what a model of kernels can know.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import statistics
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
 
 from interlace import _core
 from interlace.calibrate.crossed import left_out
@@ -61,18 +66,44 @@ def two(gpu: str, stack: str, runs: list[Run], pairs: int = 30, others: int = 60
     )
 
 
+def cells(data: Path) -> None:
+    runs = read_runs(data / TABLES[1])
+    known = sorted({(run.hidden, run.tp, run.micro_batch) for run in runs})
+    count = len(known)
+    rows = np.zeros((len(runs), 2 * count + 4))
+    for row, run in zip(rows, runs, strict=True):
+        at, micro_batches, blocks = known.index((run.hidden, run.tp, run.micro_batch)), run.accumulation, run.layers / run.pp
+        row[at] = run.layers + (micro_batches - 1) * blocks  # of the busiest stage, once and again, and the others once
+        row[count + at] = micro_batches
+        parameters = (12 * run.hidden**2 * blocks + run.vocab * run.hidden) / run.tp / 1e6
+        fill = (run.pp - 1) * (micro_batches + run.pp - 1) / run.pp
+        row[2 * count :] = parameters, 2 * parameters * (run.dp - 1) / run.dp, fill, 1
+    measured = np.array([run.step_us / 1e3 for run in runs])
+    found = np.linalg.lstsq(rows / measured[:, None], np.ones(len(runs)), rcond=None)[0]
+    off = np.abs(rows @ found / measured - 1)
+    print(f"{len(runs)} runs in {count} cells: {100 * off.mean():.2f} % mean, {100 * off.max():.1f} % worst")
+    update, reduce, boundary, once = found[2 * count :]
+    print(f"update {1e3 * update:.1f} ps a parameter, all-reduce {2 / reduce:.0f} GB/s, a boundary {boundary:.2f} ms, once {once:.2f} ms")
+    for at, (hidden, tp, b) in enumerate(known):
+        print(f"  hidden {hidden}, tp {tp}, micro-batch {b}: layer {found[at]:6.2f} ms, head and embedding {found[count + at]:6.2f} ms")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     parser.add_argument("--data", type=Path, default=default, help="folder with the two tables")
     parser.add_argument("--only", default="", help="a GPU or a stack")
     parser.add_argument("--two", action="store_true", help="calibrate on two runs, many times")
+    parser.add_argument("--cells", action="store_true", help="vTrain's cells, by least squares")
     parser.add_argument("--quick", action="store_true", help="without cross-validation")
     options = parser.parse_args()
     missing = [table for table in TABLES if not (options.data / table).exists()]
     if missing:
         print(f"{options.data}/{missing[0]} is not there; give the folder with --data", file=sys.stderr)
         return 2
+    if options.cells:
+        cells(options.data)
+        return 0
     predictor = Predictor()
     inside: dict[str, list[bool]] = {}
     for (gpu, stack), runs in groups(options.data, options.only).items():

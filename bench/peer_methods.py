@@ -245,8 +245,10 @@ def fsdp2_peak(settings: Settings) -> int:
     return int(least.item())
 
 
-def interlace_search(settings: Settings, as_fsdp2: bool, hybrid: bool = False, regions: str = "off") -> Step:
-    """Plans in some steps of a trainer that is thrown away, then trains with the passes that were chosen there."""
+def interlace_search(
+    settings: Settings, as_fsdp2: bool, hybrid: bool = False, regions: str = "off", strategy: str = "auto", after: str = ""
+) -> Step:
+    """Plans in some steps of a trainer that is thrown away, then trains with the passes that were chosen there, and with those `after`."""
     import interlace
     from interlace import _core
     from interlace.config import schedule
@@ -255,6 +257,7 @@ def interlace_search(settings: Settings, as_fsdp2: bool, hybrid: bool = False, r
     common: dict[str, Any] = {
         "accumulation": settings.accumulation, "accumulate_mode": settings.mode, "regions": regions, "regions_wait": regions != "off",
     }  # fmt: skip
+    own = {"strategy": strategy}
     mesh = {"mesh": dict(zip(("replica", "dp"), hosts(), strict=True))} if hybrid else {}
     example = _whole(_some_batches(settings, 1)[0])
     model = causal_model(settings.case)
@@ -262,7 +265,7 @@ def interlace_search(settings: Settings, as_fsdp2: bool, hybrid: bool = False, r
     first = search.replace("profile={profile},", "")  # nothing is measured yet; the limit holds from the first step on
     trainer = interlace.compile(
         model, adamw(model.parameters()), causal_loss, example,
-        interlace.Config(schedule=[(0, [first]), (PLAN_STEP, [search])], cache="off", **common, **mesh, memory_limit=limit),
+        interlace.Config(schedule=[(0, [first]), (PLAN_STEP, [search])], cache="off", **common, **own, **mesh, memory_limit=limit),
     )  # fmt: skip
     for batches in _some_batches(settings, PLAN_STEP + 1):
         trainer.step(_whole(batches))
@@ -272,8 +275,10 @@ def interlace_search(settings: Settings, as_fsdp2: bool, hybrid: bool = False, r
         print(f"memory limit {limit}\n{program.explain()}\n{recompute} {passes}", file=sys.stderr, flush=True)
     trainer.close()
     model = causal_model(settings.case)
-    config = interlace.Config(**common, **mesh)
-    pipeline = schedule.pipeline(config.pipeline(dist.get_world_size()), [p for p in (recompute, passes) if p])
+    config = interlace.Config(**common, **own, **mesh)
+    if after:
+        passes = ",".join(p for p in schedule.items(passes) if not p.startswith("overlap_update"))
+    pipeline = schedule.pipeline(config.pipeline(dist.get_world_size()), [p for p in (recompute, passes, after) if p])
     trainer = interlace.compile(
         model, adamw(model.parameters()), causal_loss, example, interlace.Config(passes=pipeline, cache="off", **common)
     )
@@ -345,6 +350,15 @@ METHODS = {
             "interlace",
             lambda s: interlace_search(s, as_fsdp2=False, hybrid=True),
             ours=True,
+        ),
+        Method(
+            "hybrid-zero1",
+            "interlace zero1 on the mesh, searched, parameters gathered in the next step",
+            "hybrid",
+            "interlace",
+            lambda s: interlace_search(s, as_fsdp2=False, hybrid=True, strategy="zero1", after="reposition_update"),
+            ours=True,
+            by_name=True,
         ),
         Method("ddp", "DDP", "replicated", "torch", ddp),
         Method(

@@ -79,7 +79,7 @@ class Worker:
         from stage_methods import STAGES
         from tensor_methods import TENSOR
 
-        tables = {"peers": METHODS, "tensor parallel": TENSOR, "pipeline": STAGES, "defaults": DEFAULTS}
+        tables = {"peers": METHODS, "tensor parallel": TENSOR, "pipeline": STAGES, "defaults": METHODS | DEFAULTS}
         self.steps[name] = (ALONE | tables[table])[name].build(self.settings)
         parameters = causal_model(self.settings.case).parameters() if self.rank == 0 else []
         return {"parameter_bytes": sum(p.numel() * p.element_size() for p in parameters)}

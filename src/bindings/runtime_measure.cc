@@ -19,8 +19,8 @@ namespace interlace {
 namespace {
 
 std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t size, const std::string& backend,
-                                 double timeout_s, const std::string& group) {
-  return Unwrap(Comm::Create({name, rank, size, backend, group, {}}, timeout_s));
+                                 double timeout_s, const std::string& group, int64_t row) {
+  return Unwrap(Comm::Create({name, rank, size, backend, group, {}, row}, timeout_s));
 }
 
 CubinRegion CubinRegionOf(const py::handle& region) {
@@ -48,7 +48,7 @@ void BindMeasure(py::module_& m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Comm>(m, "Comm")
       .def(py::init(&CreateComm), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("backend"),
-           py::arg("timeout_s"), py::arg("group") = "", no_gil)
+           py::arg("timeout_s"), py::arg("group") = "", py::arg("row") = 0, no_gil)
       .def("start_gather", &Unlocked<&Comm::StartGather>::Call)
       .def("start_reduce", &Unlocked<&Comm::StartReduce>::Call)
       .def(

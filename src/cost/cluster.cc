@@ -16,16 +16,17 @@ struct NumberKey {
   double ClusterSpec::*member;
   Rule rule;
   bool required;
+  double most = 1e12;  // what no machine has; a number above it is in another unit
 };
 
 constexpr NumberKey kNumbers[] = {
-    {"device", "memory_gib", &ClusterSpec::memory_gib, Rule::kPositive, true},
+    {"device", "memory_gib", &ClusterSpec::memory_gib, Rule::kPositive, true, 10'000},
     {"device", "reserve_gib", &ClusterSpec::reserve_gib, Rule::kNotNegative, false},
     {"device", "processors", &ClusterSpec::processors, Rule::kNotNegative, false},
-    {"device", "tflops_half", &ClusterSpec::tflops_half, Rule::kPositive, true},
-    {"device", "tflops_single", &ClusterSpec::tflops_single, Rule::kPositive, true},
-    {"device", "tflops_double", &ClusterSpec::tflops_double, Rule::kPositive, true},
-    {"device", "memory_gb_per_s", &ClusterSpec::memory_gb_per_s, Rule::kPositive, true},
+    {"device", "tflops_half", &ClusterSpec::tflops_half, Rule::kPositive, true, 1e5},
+    {"device", "tflops_single", &ClusterSpec::tflops_single, Rule::kPositive, true, 1e5},
+    {"device", "tflops_double", &ClusterSpec::tflops_double, Rule::kPositive, true, 1e5},
+    {"device", "memory_gb_per_s", &ClusterSpec::memory_gb_per_s, Rule::kPositive, true, 1e6},
     {"device", "cache_mib", &ClusterSpec::cache_mib, Rule::kNotNegative, false},
     {"device", "cache_gb_per_s", &ClusterSpec::cache_gb_per_s, Rule::kNotNegative, false},
     {"device", "shortest_us", &ClusterSpec::shortest_us, Rule::kNotNegative, true},
@@ -62,10 +63,11 @@ struct LinkKey {
   double LinkSpec::*member;
   Rule rule;
   bool required;
+  double most = 1e12;
 };
 constexpr LinkKey kLinks[] = {
     {"alpha_us", &LinkSpec::alpha_us, Rule::kNotNegative, true},
-    {"gb_per_s", &LinkSpec::gb_per_s, Rule::kPositive, true},
+    {"gb_per_s", &LinkSpec::gb_per_s, Rule::kPositive, true, 1e5},
     {"all_reduce_alpha_us", &LinkSpec::all_reduce_alpha_us, Rule::kNotNegative, false},
     {"all_reduce_gb_per_s", &LinkSpec::all_reduce_gb_per_s, Rule::kPositive, false},
     {"tree_gb_per_s", &LinkSpec::tree_gb_per_s, Rule::kPositive, false},
@@ -128,6 +130,8 @@ class ClusterReader {
       return Bad("host", "tier", "tier = \"file\" needs kind = \"cpu\": accelerators have their tier in host memory");
     if (spec_.tier_gb_per_s > 0 && !spec_.file_tier)
       return Bad("host", "tier_gb_per_s", "tier_gb_per_s needs tier = \"file\"");
+    if (!spec_.cpu && spec_.memory_gb_per_s < 10)
+      return Bad("device", "memory_gb_per_s", "memory_gb_per_s is less than any GPU has; is it in TB/s?");
     if (spec_.cache_mib > 0 && spec_.cache_gb_per_s <= 0)
       return Bad("device", "cache_mib", "cache_mib needs cache_gb_per_s");
     if (spec_.name.empty()) spec_.name = std::string(file_);
@@ -201,12 +205,12 @@ class ClusterReader {
   Status Take(const TomlEntry& e) {
     if (e.table.starts_with(kStepTable)) return Step(e);
     for (const NumberKey& k : kNumbers) {
-      if (k.table == e.table && k.key == e.key) return Number(e, k.rule, spec_.*k.member);
+      if (k.table == e.table && k.key == e.key) return Number(e, k.rule, spec_.*k.member, k.most);
     }
     if (e.table == "intra" || e.table == "inter") {
       LinkSpec& link = e.table == "intra" ? spec_.intra : spec_.inter;
       for (const LinkKey& k : kLinks) {
-        if (k.key == e.key) return Number(e, k.rule, link.*k.member);
+        if (k.key == e.key) return Number(e, k.rule, link.*k.member, k.most);
       }
     }
     if (e.table.empty() && e.key == "name") return Text(e, spec_.name);
@@ -245,14 +249,15 @@ class ClusterReader {
     return Unknown(e);
   }
 
-  Status Number(const TomlEntry& e, Rule rule, double& out) const {
+  Status Number(const TomlEntry& e, Rule rule, double& out, double most = kLargest) const {
     if (e.value.kind != TomlValue::Kind::kInt && e.value.kind != TomlValue::Kind::kFloat)
       return At(e, "expected a number");
     out = e.value.number;
     if (rule == Rule::kPositive && !(out > 0)) return At(e, "'" + e.key + "' must be above zero");
     if (rule == Rule::kNotNegative && !(out >= 0)) return At(e, "'" + e.key + "' must not be negative");
     if (rule == Rule::kShare && !(out > 0 && out <= 1)) return At(e, "'" + e.key + "' must be above 0 and at most 1");
-    if (out > kLargest) return At(e, "'" + e.key + "' is too large to be true");
+    const char* unit = most < kLargest ? "; is it in another unit?" : "";
+    if (out > most) return At(e, "'" + e.key + "' is too large to be true" + unit);
     return Ok{};
   }
   Status Count(const TomlEntry& e, int64_t& out) const {

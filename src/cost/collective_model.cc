@@ -14,15 +14,23 @@ std::string_view ExchangeName(Exchange kind) {
 }
 
 std::string RanksWord(const std::vector<Axis>& mesh, std::string_view axes, std::string_view replicas) {
+  const auto ranks = [](int64_t size, int64_t stride) {
+    return std::to_string(size) + (stride > 1 && size > 1 ? "/" + std::to_string(stride) : "");
+  };
   const auto word = [&](std::string_view along) {
     const AxisGroup group = GroupOf(mesh, along);
-    return std::to_string(group.size) + (group.stride > 1 && group.size > 1 ? "/" + std::to_string(group.stride) : "");
+    const int64_t row = RowOf(mesh, along);
+    if (row == 0) return ranks(group.size, group.stride);
+    return ranks(group.size / row, group.stride * row) + "x" + ranks(row, group.stride);
   };
   return word(axes) + (GroupOf(mesh, replicas).size > 1 ? "+" + word(replicas) : "");
 }
 
 GroupShape GroupShapeOf(const std::vector<Axis>& mesh, std::string_view axes, int64_t per_node) {
-  const AxisGroup along = GroupOf(mesh, axes);
+  return GroupShapeOf(GroupOf(mesh, axes), per_node);
+}
+
+GroupShape GroupShapeOf(const AxisGroup& along, int64_t per_node) {
   GroupShape group;
   group.ranks = along.size;
   group.stride = along.stride;

@@ -180,9 +180,25 @@ Result<OpCost> CostModel::OntoReplicas(const Op& op, const OpCost& within, doubl
   return OneAfterTheOther(within, across);
 }
 
+// As our transport does: along the columns of a grid of ranks with a row's part of the bytes, along its rows with all.
+Result<OpCost> CostModel::InRowsAndColumns(Exchange kind, std::string_view axes, double bytes, int64_t units) {
+  AxisGroup column = GroupOf(program_->mesh, axes), row = column;
+  row.size = RowOf(program_->mesh, axes);
+  column.size /= row.size;
+  column.stride *= row.size;
+  const double part = bytes / static_cast<double>(row.size);
+  INTERLACE_ASSIGN(const OpCost slow, Timed(kind, GroupShapeOf(column, cluster_.per_node), "", part, units));
+  INTERLACE_ASSIGN(const OpCost fast, Timed(kind, GroupShapeOf(row, cluster_.per_node), "", bytes, units));
+  return OneAfterTheOther(slow, fast);
+}
+
 Result<OpCost> CostModel::CollectiveCost(Exchange kind, std::string_view axis, double bytes, int64_t units) {
-  return Timed(kind, GroupShapeOf(program_->mesh, axis, cluster_.per_node), RanksWord(program_->mesh, axis), bytes,
-               units);
+  const std::string ranks = RanksWord(program_->mesh, axis);
+  const bool exchange = kind == Exchange::kGather || kind == Exchange::kReduce;
+  const bool measured = profile_ != nullptr && profile_->collectives.contains({std::string(ExchangeName(kind)), ranks});
+  if (cluster_.cpu && exchange && !measured && RowOf(program_->mesh, axis) > 0)
+    return InRowsAndColumns(kind, axis, bytes, units);
+  return Timed(kind, GroupShapeOf(program_->mesh, axis, cluster_.per_node), ranks, bytes, units);
 }
 
 Result<OpCost> CostModel::Timed(Exchange kind, GroupShape group, const std::string& ranks, double bytes,

@@ -86,6 +86,7 @@ class CostModel {
   Result<OpCost> Compute(const Op& op);
   Result<OpCost> Collective(const Op& op, Exchange kind);
   Result<OpCost> OntoReplicas(const Op& op, const OpCost& within, double bytes, int64_t units);
+  Result<OpCost> InRowsAndColumns(Exchange kind, std::string_view axes, double bytes, int64_t units);
   // `ranks`: the profile's word for the group.
   Result<OpCost> Timed(Exchange kind, GroupShape group, const std::string& ranks, double bytes, int64_t units);
   Result<OpCost> Copy(const Op& op, bool to_device);

@@ -92,6 +92,10 @@ TEST(Cluster, FileErrorsShowTheLine) {
   EXPECT_NE(
       ErrorOf(ParseCluster(Edited("local-2", "mm_efficiency = 0.95", "mm_efficiency = 1.5"), "c")).find("at most 1"),
       std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("h100-80gb-8", "= 989.5", "= 989500"), "c")).find("in another unit?"),
+            std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("h100-80gb-8", "= 3350 ", "= 3.35 "), "c")).find("is it in TB/s?"),
+            std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "\"none\"", "\"h200\""), "c")).find("the fitted tables are"),
             std::string::npos);
   EXPECT_NE(
@@ -148,6 +152,9 @@ TEST(Cluster, PresetsThatDifferInAFewLines) {
   EXPECT_EQ(Preset("mi300x-192gb-8").processors, 304);
   EXPECT_EQ(Preset("b200-180gb-8").tflops_half, 2250);
   EXPECT_EQ(Preset("a10g-24gb-4").memory_gb_per_s, 600);
+  const ClusterSpec eager = Preset("a100-80gb-8:eager"), ours = Preset("a100-80gb-8:ours");
+  EXPECT_EQ(ours.step.products, eager.step.products) << "the same kernels, launched by another";
+  EXPECT_LT(ours.issue_us, eager.issue_us);
 }
 
 TEST(Interference, TheAlgorithmByHand) {
@@ -239,6 +246,21 @@ TEST(Kernels, AttentionByHeadSize) {
   };
   EXPECT_NEAR(us(128) / us(64), 0.87, 1e-9) << "flash-attention 0251105: 257 of 294 TFLOP/s";
   EXPECT_NEAR(us(96) * 96, us(80) * 80, 1e-6) << "80 is computed as 96";
+}
+
+TEST(Kernels, ProductsOfOddRowsRunAtHalfTheRate) {
+  auto us = [](const std::string& cluster, int64_t words) {
+    const std::string n = std::to_string(words);
+    const Result<Program> program = Parse(
+        "interlace 1 captured\nstep 1 reduce_each\ninput %0: bf16[4096,1024] \"x\"\ninput %1: bf16[1024," + n +
+        "] \"w\"\nphase micro_batch takes () gives () {\n  %2: bf16[4096," + n + "] = aten.mm(%0, %1) {fwd}\n}\n");
+    EXPECT_TRUE(program.ok()) << ErrorOf(program);
+    if (!program.ok()) return 0.0;
+    const ClusterSpec c = Preset(cluster);
+    return KernelUs(c, *WorkOf(*program, program->op(program->phases[0].ops[0]))) - c.shortest_us;
+  };
+  EXPECT_NEAR(us("a100-80gb-8:eager", 50257) / us("a100-80gb-8:eager", 50304), 2, 0.02);
+  EXPECT_NEAR(us("a100-80gb-8", 50257) / us("a100-80gb-8", 50304), 1, 0.02) << "kernels alone are as in their tables";
 }
 
 TEST(Kernels, PublicH100Rates) {

@@ -25,6 +25,7 @@ struct KernelWork {
   bool backward = false;    // attention
   DType dtype = DType::kF32;
   double batch = 1, m = 0, n = 0, k = 0;
+  double aligned = 1;  // product: share of the rate, for rows of 2-byte numbers that do not begin at 16 bytes
   double sequence = 0, head = 128;  // attention
   double flops = 0;
   double bytes = 0;  // read and written

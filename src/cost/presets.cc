@@ -3,6 +3,7 @@
 #include <charconv>
 
 #include "base/check.h"
+#include "base/scan.h"
 #include "base/suggest.h"
 #include "cost/cluster.h"
 
@@ -13,101 +14,8 @@ struct Preset {
   std::string_view name;
   int64_t per_node;  // 0: all devices on one host
   std::string_view text;
-  std::string_view changes = {};  // "table key = value  # source", a line each: what differs from the text
+  std::string_view changes = {}, more = {};  // "table key = value  # source", a line each: what is not as in the text
 };
-
-constexpr std::string_view kH100 = R"(
-[device]
-name = "H100 SXM5 80GB"
-kind = "gpu"
-memory_gib = 80
-reserve_gib = 7            # accelerator context and NCCL (docs/cost_model.md, memory)
-processors = 132           # data sheet, as are the peaks
-tflops_half = 989.5
-tflops_single = 67
-tflops_double = 67
-memory_gb_per_s = 3350     # data sheet
-cache_mib = 50
-cache_gb_per_s = 5500      # assumed: 1.6 times the memory's; no public table at hand
-shortest_us = 2.8          # bench/fit_kernels.py: t0 of the H100 rows (pytorch/ao's rule: 2)
-issue_us = 2.0             # assumed host time of one launch
-
-[kernels]                  # bench/fit_kernels.py, rows of zzc0721/torch-performance-test-data#79 and vLLM#17126
-mm_efficiency = 0.828
-mm_wave_exponent = 0.64
-mm_half_k = 114
-mm_transposed_efficiency = 0.828  # the public rows do not tell them apart
-mm_transposed_wave_exponent = 0.64
-mm_transposed_half_k = 114
-memory_efficiency = 0.79   # gather and scatter kernels reach 0.76 to 0.83: FBGEMM#3993
-attention_efficiency = 0.352              # bench/fit_kernels.py: FlashAttention-2, causal, head 128, flash-attention 0251105
-attention_half_sequence = 375
-attention_backward_efficiency = 0.328
-attention_backward_half_sequence = 572
-attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/s: flash-attention 0251105
-[step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
-products = 0.76
-attention = 0.55
-issue_us = 2.0             # assumed
-error = 0.06
-[step.eager]               # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 1.4 %, left out by length 1.4 %
-products = 0.76
-attention = 0.55
-issue_us = 8.0             # assumed
-issue_backward = 0.48      # of that in backward, which autograd launches from C++: as A100's [step.megatron]
-error = 0.06               # bench/fit_presets.py: 6 groups left out; the least for constants of one model
-[step.compiled]            # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
-products = 0.84
-attention = 0.61
-memory = 1.5
-issue_us = 4.0             # assumed
-error = 0.12               # assumed
-[step.graph]               # as eager, launched at once
-products = 0.76
-attention = 0.55
-issue_us = 0.5             # assumed
-error = 0.06
-[step.megatron]            # launches as on A100; rates as [step.eager]
-products = 0.76
-attention = 0.55
-memory = 0.64
-issue_us = 110
-issue_backward = 0.48
-error = 0.15               # assumed
-
-[host]
-h2d_gb_per_s = 55.4        # nvbandwidth, Gen5 x16, pinned: stas00/ml-engineering
-d2h_gb_per_s = 55.1
-host_gb_per_s = 440        # the same source: all eight links at once reach the rate of one
-memory_gb_per_s = 320      # 0.78 of 2 sockets of 8 DDR4-3200 channels (AWS p5); STREAM's share as below
-memory_gib = 2048          # of a node of eight: AWS p5.48xlarge, instance types
-copy_us = 10               # assumed, as Calculon's link latency
-file_read_gb_per_s = 3     # assumed: one NVMe drive
-file_write_gb_per_s = 2
-cores = 96                 # assumed
-
-[intra]
-alpha_us = 3.0             # all-reduce of 1 MiB at 39.9 GB/s over 8 GPUs: stas00/ml-engineering 744d01e
-gb_per_s = 361.4           # all-gather of 16 GiB: the same source
-all_reduce_gb_per_s = 367  # ring of 16 GiB: the same source
-tree_gb_per_s = 482        # NVLink SHARP: bench/fit_collectives.py on the same source's table of 1 MiB to 4 GiB, error 1.1 %
-tree_half_mib = 19.3
-tree_power = 0.81
-error = 0.1                # assumed
-
-[inter]                    # 8 x 400 Gb/s a node
-alpha_us = 8.8             # bench/fit_collectives.py on nccl_p5_all_gather, 16 and 64 GPUs
-gb_per_s = 319
-tree_gb_per_s = 376        # bench/fit_collectives.py on nccl_p5_all_reduce, 16 to 128 GPUs: error 6.0 %
-tree_pair_gb_per_s = 505
-tree_half_mib = 65
-tree_spread = 0.5
-tree_power = 0.71
-error = 0.11               # 32, 64 and 128 GPUs left out in turn: 8.7, 7.2 and 10.2 %
-
-[interference]
-table = "a100"             # fitted on A100-40GB; nothing public for H100
-)";
 
 constexpr std::string_view kA100 = R"(
 [device]
@@ -138,11 +46,6 @@ attention_half_sequence = 375             # H100
 attention_backward_efficiency = 0.49
 attention_backward_half_sequence = 572
 attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/s: flash-attention 0251105  (H100)
-[step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
-products = 0.79
-attention = 0.64
-issue_us = 2.0             # assumed
-error = 0.06
 [step.eager]               # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 0.8 %, left out by length 0.8 %
 products = 0.79
 attention = 0.64
@@ -155,17 +58,12 @@ attention = 0.7
 memory = 1.5
 issue_us = 4.0             # assumed
 error = 0.12               # assumed
-[step.graph]               # as eager, launched at once
-products = 0.79
-attention = 0.64
-issue_us = 0.5             # assumed
-error = 0.06
-[step.megatron]            # bench/fit_presets.py on vtrain_single_fit.csv, 240 runs: error 5.7 %
-products = 0.7
+[step.megatron]            # bench/fit_presets.py on vtrain_single_fit.csv, 240 runs: error 5.8 %
+products = 0.84
 attention = 0.64           # as [step.eager]
-memory = 0.67
-issue_us = 110             # of a kernel, with what Megatron's Python does between two
-issue_backward = 0.48      # of that in backward, which autograd launches from C++
+memory = 0.61
+issue_us = 118             # of a kernel, with what Megatron's Python does between two
+issue_backward = 0.36      # of that in backward, which autograd launches from C++
 error = 0.083              # runs left out in turn by model, 8 groups
 
 [host]
@@ -190,88 +88,6 @@ gb_per_s = 46              # a 400 Gb/s NIC reaches 46 to 48: nccl-tests#290
 
 [interference]
 table = "a100"             # bench/fit_interference.py
-)";
-
-constexpr std::string_view kL4 = R"(
-[device]
-name = "L4 24GB"
-kind = "gpu"
-memory_gib = 24
-reserve_gib = 2            # accelerator context and NCCL over PCIe: assumed
-processors = 58            # data sheet, as are the peaks
-tflops_half = 121
-tflops_single = 30.3
-tflops_double = 0.47
-memory_gb_per_s = 300      # data sheet
-cache_mib = 48
-cache_gb_per_s = 950       # torch add of 50 MB in 52.7 us: op_times_l4.csv
-shortest_us = 2.2          # op_times_l4.csv: empty ops take 2.2 to 2.5
-issue_us = 2.0             # assumed host time of one launch
-
-[kernels]                  # bench/fit_kernels.py, op_times_gpt_l4.csv
-mm_efficiency = 0.73       # input gradients, 160 rows: error 13 % (clocks not locked, the power limit sets them)
-mm_wave_exponent = 0.78
-mm_half_k = 118
-mm_transposed_efficiency = 0.412   # forward, 120 rows: error 12 %
-mm_transposed_wave_exponent = 0
-mm_transposed_half_k = 0
-memory_efficiency = 0.77   # gelu 0.770, dropout 0.773
-attention_efficiency = 0.62               # 63.9 TFLOP/s at sequence 2048: op_times_l4.csv, clocks not locked
-attention_half_sequence = 375             # H100
-attention_backward_efficiency = 0.366     # 34.6 TFLOP/s at 2048
-attention_backward_half_sequence = 572
-attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/s: flash-attention 0251105  (H100)
-[step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
-products = 0.9
-attention = 0.8
-issue_us = 2.0             # assumed
-error = 0.15
-[step.eager]               # assumed: no whole steps at hand
-products = 0.9
-attention = 0.8
-issue_us = 8.0             # assumed
-issue_backward = 0.48      # of that in backward, which autograd launches from C++: as A100's [step.megatron]
-error = 0.15
-[step.compiled]            # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
-products = 0.99
-attention = 0.88
-memory = 1.5
-issue_us = 4.0             # assumed
-error = 0.12               # assumed
-[step.graph]               # as eager, launched at once
-products = 0.9
-attention = 0.8
-issue_us = 0.5             # assumed
-error = 0.15
-[step.megatron]            # launches as on A100; rates as [step.eager]
-products = 0.9
-attention = 0.8
-issue_us = 110
-issue_backward = 0.48
-error = 0.15               # assumed
-
-[host]
-h2d_gb_per_s = 4.4         # 4.1 GiB/s a GPU, all eight at once: Dazz993/Mist raw data
-d2h_gb_per_s = 4.2         # 3.9 GiB/s
-host_gb_per_s = 35         # eight times the above
-memory_gb_per_s = 220      # as for p4d: the same generation of processors
-memory_gib = 384           # of a node of eight: Google Cloud g2-standard-96, machine types
-copy_us = 10               # assumed, as Calculon's link latency
-file_read_gb_per_s = 3     # assumed: one NVMe drive
-file_write_gb_per_s = 2
-cores = 96                 # assumed
-
-[intra]                    # PCIe; bench/fit_collectives.py, 8 GPUs, comm_l4.csv
-alpha_us = 24
-gb_per_s = 4.6
-all_reduce_gb_per_s = 5.0
-
-[inter]                    # 100 Gb/s a node
-alpha_us = 24              # not better than within the node
-gb_per_s = 11.5            # 0.92 of the line, the share that nccl-tests#290 reports for 400 Gb/s
-
-[interference]
-table = "l4"               # bench/fit_interference.py
 )";
 
 constexpr std::string_view kLocal = R"(
@@ -331,14 +147,103 @@ error = 0.035              # bench/prediction.py, with a profile: 2.5 % mean ove
 )";
 
 // What is not changed below is the other device's, measured or not, and so assumed here.
+constexpr std::string_view kH100 = R"(
+device name = "H100 SXM5 80GB"
+device memory_gib = 80
+device processors = 132          # data sheet, as are the peaks
+device tflops_half = 989.5
+device tflops_single = 67
+device tflops_double = 67
+device memory_gb_per_s = 3350    # data sheet
+device cache_mib = 50
+device cache_gb_per_s = 5500     # assumed: 1.6 times the memory's; no public table at hand
+kernels mm_efficiency = 0.828    # bench/fit_kernels.py, rows of zzc0721/torch-performance-test-data#79 and vLLM#17126
+kernels mm_wave_exponent = 0.64
+kernels mm_half_k = 114
+kernels mm_transposed_efficiency = 0.828 # the public rows do not tell them apart
+kernels mm_transposed_wave_exponent = 0.64
+kernels mm_transposed_half_k = 114
+kernels memory_efficiency = 0.79 # gather and scatter kernels reach 0.76 to 0.83: FBGEMM#3993
+kernels attention_efficiency = 0.352 # bench/fit_kernels.py: FlashAttention-2, causal, head 128, flash-attention 0251105
+kernels attention_backward_efficiency = 0.328
+step.eager products = 0.76       # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 1.4 %, left out by length 1.4 %
+step.eager attention = 0.55
+step.compiled products = 0.84    # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
+step.compiled attention = 0.61
+step.megatron products = 0.76    # as [step.eager]; the rest as on A100
+step.megatron attention = 0.55
+step.megatron error = 0.15       # assumed
+host h2d_gb_per_s = 55.4         # nvbandwidth, Gen5 x16, pinned: stas00/ml-engineering
+host d2h_gb_per_s = 55.1
+host host_gb_per_s = 440         # the same source: all eight links at once reach the rate of one
+host memory_gb_per_s = 320       # 0.78 of 2 sockets of 8 DDR4-3200 channels (AWS p5); STREAM's share as below
+host memory_gib = 2048           # of a node of eight: AWS p5.48xlarge, instance types
+host cores = 96                  # assumed
+intra alpha_us = 3.0             # all-reduce of 1 MiB at 39.9 GB/s over 8 GPUs: stas00/ml-engineering 744d01e
+intra gb_per_s = 361.4           # all-gather of 16 GiB: the same source
+intra all_reduce_gb_per_s = 367  # ring of 16 GiB: the same source
+intra tree_gb_per_s = 482        # NVLink SHARP: bench/fit_collectives.py on the same source's table of 1 MiB to 4 GiB, error 1.1 %
+intra tree_half_mib = 19.3
+intra tree_power = 0.81
+intra error = 0.1                # assumed
+inter gb_per_s = 319             # 8 x 400 Gb/s a node
+inter tree_gb_per_s = 376        # bench/fit_collectives.py on nccl_p5_all_reduce, 16 to 128 GPUs: error 6.0 %
+inter tree_pair_gb_per_s = 505
+inter tree_half_mib = 65
+inter tree_spread = 0.5
+inter tree_power = 0.71
+inter error = 0.11               # 32, 64 and 128 GPUs left out in turn: 8.7, 7.2 and 10.2 %
+)";
+
+constexpr std::string_view kL4 = R"(
+device name = "L4 24GB"
+device memory_gib = 24
+device reserve_gib = 2           # accelerator context and NCCL over PCIe: assumed
+device processors = 58           # data sheet, as are the peaks
+device tflops_half = 121
+device tflops_single = 30.3
+device tflops_double = 0.47
+device memory_gb_per_s = 300     # data sheet
+device cache_mib = 48
+device cache_gb_per_s = 950      # torch add of 50 MB in 52.7 us: op_times_l4.csv
+device shortest_us = 2.2         # op_times_l4.csv: empty ops take 2.2 to 2.5
+kernels mm_efficiency = 0.484    # bench/fit_kernels.py on op_times_l4.csv at 1050 MHz, what 72 W allow for long: error 2.4 %
+kernels mm_wave_exponent = 0.47
+kernels mm_half_k = 138
+kernels mm_transposed_efficiency = 0.484
+kernels mm_transposed_wave_exponent = 0.47
+kernels mm_transposed_half_k = 138
+kernels memory_efficiency = 0.77 # gelu 0.770, dropout 0.773
+kernels attention_efficiency = 0.409  # 41.8 TFLOP/s at sequence 2048: op_times_l4.csv at 1050 MHz (63.9 unlocked)
+kernels attention_backward_efficiency = 0.339  # 32.1 (34.6 unlocked)
+step.eager products = 0.95       # assumed: no whole steps at hand, and the kernels' clocks are those of steps
+step.eager attention = 0.95
+step.eager error = 0.15
+step.compiled products = 1
+step.compiled attention = 1
+step.megatron products = 0.95
+step.megatron attention = 0.95
+step.megatron memory = 1         # gelu reaches 240 GB/s in op_times_l4.csv, as alone
+step.megatron error = 0.15       # assumed
+host h2d_gb_per_s = 4.4          # 4.1 GiB/s a GPU, all eight at once: Dazz993/Mist raw data
+host d2h_gb_per_s = 4.2          # 3.9 GiB/s
+host host_gb_per_s = 35          # eight times the above
+host memory_gib = 384            # of a node of eight: Google Cloud g2-standard-96, machine types
+host cores = 96                  # assumed
+intra alpha_us = 24              # PCIe; bench/fit_collectives.py, 8 GPUs, comm_l4.csv
+intra gb_per_s = 4.6
+intra all_reduce_gb_per_s = 5.0
+inter alpha_us = 24              # not better than within the node
+inter gb_per_s = 11.5            # 0.92 of the line, the share that nccl-tests#290 reports for 400 Gb/s
+interference table = "l4"        # bench/fit_interference.py
+)";
+
 constexpr std::string_view kA100Large = R"(
 device name = "A100 SXM4 80GB"
 device memory_gib = 80           # data sheet
 device memory_gb_per_s = 2039    # data sheet
-step.ours products = 0.88
 step.eager products = 0.88       # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 1.2 %, left out by length 1.7 %
 step.compiled products = 0.97
-step.graph products = 0.88
 inter gb_per_s = 184             # 1600 Gb/s a node, of which 0.92 as nccl-tests#290 reports for one card
 )";
 
@@ -358,6 +263,8 @@ kernels mm_transposed_efficiency = 0.986
 kernels mm_transposed_wave_exponent = 0.56
 kernels mm_transposed_half_k = 152
 kernels memory_efficiency = 0.77 # dropout 0.797, gelu 0.750
+kernels attention_efficiency = 0.62          # L4's without locked clocks
+kernels attention_backward_efficiency = 0.366
 host memory_gib = 768            # of a node of eight: AWS g5.48xlarge, instance types
 intra alpha_us = 19              # bench/fit_collectives.py, 8 GPUs, comm_a10g.csv
 intra gb_per_s = 1.56
@@ -412,20 +319,21 @@ intra tree_gb_per_s = 310        # there is no sum in switches
 intra error = 0.3
 )";
 
-constexpr Preset kPresets[] = {{"h100-80gb", 8, kH100},
-                               {"h200-141gb", 8, kH100, kH200},
-                               {"b200-180gb", 8, kH100, kB200},
-                               {"mi300x-192gb", 8, kH100, kMI300X},
+constexpr Preset kPresets[] = {{"h100-80gb", 8, kA100, kH100},
+                               {"h200-141gb", 8, kA100, kH100, kH200},
+                               {"b200-180gb", 8, kA100, kH100, kB200},
+                               {"mi300x-192gb", 8, kA100, kH100, kMI300X},
                                {"a100-80gb", 8, kA100, kA100Large},
                                {"a100-40gb", 8, kA100},
-                               {"a10g-24gb", 8, kL4, kA10G},
-                               {"l4-24gb", 8, kL4},
+                               {"a10g-24gb", 8, kA100, kL4, kA10G},
+                               {"l4-24gb", 8, kA100, kL4},
                                {"local", 0, kLocal}};
 
 // The text with the changes, each in its table, in place of the line that has the key there.
 std::string Changed(const Preset& preset) {
   std::string text(preset.text);
-  std::string_view changes = preset.changes;
+  const std::string all = std::string(preset.changes) + std::string(preset.more);
+  std::string_view changes = all;
   while (!changes.empty()) {
     const std::string_view line = changes.substr(0, changes.find('\n'));
     changes.remove_prefix(std::min(changes.size(), line.size() + 1));
@@ -443,6 +351,21 @@ std::string Changed(const Preset& preset) {
     text.replace(begin, end - begin, "\n" + std::string(line.substr(blank + 1)));
   }
   return text;
+}
+
+// [step.ours] and [step.graph]: kernels as in [step.eager], launched by this runtime and all at once.
+void AddStacks(std::string& text) {
+  const size_t begin = text.find("\n[step.eager]");
+  if (begin == std::string::npos) return;
+  const std::string eager = text.substr(begin + 1, text.find("\n[", begin + 1) - begin - 1);
+  for (const char* own : {"[step.ours]  # kernels as [step.eager]\nissue_us = 2.0  # assumed",
+                          "[step.graph]  # kernels as [step.eager]\nissue_us = 0.5  # assumed"}) {
+    std::string table = "\n" + std::string(own);
+    for (std::string_view line : Split(eager, '\n')) {
+      if (!line.starts_with("[") && !line.starts_with("issue")) table += "\n" + std::string(line);
+    }
+    text.insert(begin, table);
+  }
 }
 
 }  // namespace
@@ -485,9 +408,11 @@ Result<std::string> PresetCluster(std::string_view whole) {
     if (count % per_node != 0) {
       return MakeError("'", name, "' does not fill nodes of ", per_node, " devices; take a multiple of ", per_node);
     }
+    std::string text = Changed(p);
+    AddStacks(text);
     std::string said = stack.empty() ? "" : "stack = \"" + std::string(stack) + "\"\n";
     return "name = \"" + std::string(whole) + "\"\ndevices = " + std::to_string(count) +
-           "\nper_node = " + std::to_string(per_node) + "\n" + said + Changed(p);
+           "\nper_node = " + std::to_string(per_node) + "\n" + said + text;
   }
   std::string list;
   for (const Preset& p : kPresets) list += (list.empty() ? "" : ", ") + std::string(p.name) + "-N";

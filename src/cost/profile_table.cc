@@ -69,11 +69,11 @@ class ProfileReader {
     INTERLACE_ASSIGN(std::string ranks, Ranks());
     return Point(sweeps[{kind, ranks}]);
   }
-  // "2", "2/4", "2+2/2"
+  // "2", "2/4", "2+2/2", "2/2x2"
   Result<std::string> Ranks() {
     INTERLACE_ASSIGN(const int64_t first, Count("ranks", 2));
     std::string word = std::to_string(first);
-    while (in_.Peek() == '/' || in_.Peek() == '+') {
+    while (in_.Peek() == '/' || in_.Peek() == '+' || in_.Peek() == 'x') {
       word += in_.Peek();
       in_.Advance();
       INTERLACE_ASSIGN(const int64_t next, in_.Int());

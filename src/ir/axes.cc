@@ -30,6 +30,16 @@ AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes) {
   return group;
 }
 
+int64_t RowOf(const std::vector<Axis>& mesh, std::string_view axes) {
+  int64_t row = 0, others = 1;
+  const std::vector<std::string_view> names = AxesOf(axes);
+  for (size_t i = names.size(); i-- > 0;) {
+    const int64_t size = GroupOf(mesh, names[i]).size;
+    if (size > 1) (row == 0 ? row : others) = size;
+  }
+  return others > 1 ? row : 0;
+}
+
 AxisGroup Program::GroupAlong(std::string_view axes) const {
   if (!stage || !stage->unlike()) return GroupOf(mesh, axes);
   if (axes == stage->axis) return {AxisSize(axes), 1, 0};

@@ -392,15 +392,12 @@ std::string DimTable::ToString(Dim dim) const {
 }
 
 Result<Dim> DimTable::Parse(std::string_view text) {
-  if (text.size() <= kMaxDimText) {
-    // What was printed is canonical already, and mostly known.
-    if (auto found = sum_by_text_.find(std::string(text)); found != sum_by_text_.end()) {
-      Dim out;
-      out.expr = found->second;
-      return out;
-    }
-  }
-  return DimParser(*this, text).Run();
+  // What was printed is canonical already, and mostly known.
+  const auto found = text.size() <= kMaxDimText ? sum_by_text_.find(std::string(text)) : sum_by_text_.end();
+  if (found == sum_by_text_.end()) return DimParser(*this, text).Run();
+  Dim out;
+  out.expr = found->second;
+  return out;
 }
 
 Result<int64_t> DimTable::Evaluate(Dim dim, const Binding& binding) const {

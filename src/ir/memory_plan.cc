@@ -397,9 +397,17 @@ static bool LieInARow(const Op& op, const char* attribute, const Type& type) {
 int64_t ReceiveBytes(const Program& program, const Op& op) {
   const Exchange exchange = IsStart(op) ? TraitsOf(op).exchange : Exchange::kNone;
   if (exchange == Exchange::kNone || exchange == Exchange::kBroadcast || exchange == Exchange::kPointToPoint) return 0;
-  int64_t others = program.AxisSize(AxisOf(program, op)) - 1;
-  // The sums of other replicas come into memory of their own, behind what is added up within the shard axes.
-  if (op.kind == OpKind::kReduceStart) others += program.AxisSize(program.units[op.units[0]].replicas) - 1;
+  const std::string_view axes = AxisOf(program, op);
+  int64_t others = program.AxisSize(axes) - 1;
+  const int64_t copies = op.kind == OpKind::kReduceStart ? program.AxisSize(program.units[op.units[0]].replicas) : 1;
+  // In rows and columns: the row's parts for this column, their sums, and what the column adds to them; the sums of
+  // replicas come into memory of their own, behind what is added up within the shard axes (transport/collectives.h).
+  const int64_t row = exchange == Exchange::kReduce && copies < 2 ? RowOf(program.mesh, axes) : 0;
+  if (row > 0) {
+    const int64_t column = (others + 1) / row;
+    others = (row - 1) * column + 2 * (column - 1);
+  }
+  others += copies - 1;
   const bool to_all = exchange == Exchange::kAllToAll;
   int64_t sum = 0;
   for (ValueId id : op.results) {

@@ -11,6 +11,12 @@ TEST(Mesh, HybridShardingOfAnMlp) {
                                         "update(clip=1.0)"));
 }
 
+// Optimizer states over all ranks of both axes: gathers and reductions go along the two of them.
+TEST(Mesh, Zero1OverAllRanksOfAnMlp) {
+  ExpectGolden("mlp.zero1_mesh.il", RunText(GoldenInput("mlp.il"),
+                                            "canonicalize,mesh(axes=replica:2+dp:2),zero1(axis=replica+dp),update"));
+}
+
 TEST(Mesh, WhatIsWrongIsSaid) {
   const std::string text = GoldenInput("mlp.il");
   EXPECT_EQ(RunText(text, "mesh(axes=dp)"),

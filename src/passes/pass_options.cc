@@ -57,14 +57,27 @@ Result<std::string> PassOptions::Choice(std::string_view name, std::initializer_
                    DidYouMean(*text, std::vector<std::string_view>(choices)));
 }
 
+static bool IsName(std::string_view text) {
+  return !text.empty() && !(text.front() >= '0' && text.front() <= '9') &&
+         std::all_of(text.begin(), text.end(), [](char c) {
+           return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+         });
+}
+
 Result<std::string> PassOptions::Name(std::string_view name, std::string_view missing) const {
   const std::string* text = Find(name);
   if (text == nullptr) return std::string(missing);
-  bool good = !text->empty() && !(text->front() >= '0' && text->front() <= '9');
-  for (char c : *text)
-    good = good && ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_');
-  if (!good) return MakeError("option ", name, "=", *text, ": expected a name of letters, digits and _");
+  if (!IsName(*text)) return MakeError("option ", name, "=", *text, ": expected a name of letters, digits and _");
   return *text;
+}
+
+Result<std::string> PassOptions::Axes(std::string_view name, std::string_view missing) const {
+  std::string axes = Text(name, missing);
+  std::replace(axes.begin(), axes.end(), '+', ',');
+  for (std::string_view axis : AxesOf(axes)) {
+    if (!IsName(axis)) return MakeError("option ", name, "=", axis, ": expected a name of letters, digits and _");
+  }
+  return axes;
 }
 
 std::string PassOptions::Text(std::string_view name, std::string_view missing) const {

@@ -37,6 +37,8 @@ class PassOptions {
   Result<std::string> Choice(std::string_view name, std::initializer_list<std::string_view> choices) const;
   // A name ([A-Za-z_][A-Za-z0-9_]*). Error: anything else.
   Result<std::string> Name(std::string_view name, std::string_view missing) const;
+  // Names joined by +, as a program writes axes: "replica+dp" gives "replica,dp".
+  Result<std::string> Axes(std::string_view name, std::string_view missing) const;
   // Any text without "," and parentheses; `missing` when it is not given.
   std::string Text(std::string_view name, std::string_view missing) const;
   // Bytes of "20GiB", "512MB" (powers of 1000) or a plain number; nullopt for "none" and when missing. Error: anything

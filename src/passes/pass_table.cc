@@ -34,10 +34,10 @@ OptionInfo Count(std::string_view name, std::string_view missing, int64_t min, s
 
 std::span<const PassInfo> PassTable() {
   using enum OptionKind;
-  static const OptionInfo kAxis = {"axis", kName, "dp", "mesh axis that the ranks form"};
+  static const OptionInfo kAxis = {"axis", kAxes, "dp", "mesh axis that the ranks form, or several, joined by +"};
   static const OptionInfo kRanks = {
       "ranks", kCount, "of the mesh", "size of the axis; needed where no mesh was declared", {}, 1};
-  static const OptionInfo kReplicas = {"replicas", kText, "none",
+  static const OptionInfo kReplicas = {"replicas", kAxes, "none",
                                        "axes, joined by +, whose ranks hold the same and add up their gradients"};
   static const OptionInfo kWait = Choice("wait", {"next", "now"},
                                          "wait for a reduce-scatter before the next one starts (a bias rides along "
@@ -113,6 +113,7 @@ std::span<const PassInfo> PassTable() {
                   "everything inside blocks, all but expensive ops, or as little as fits"),
            OptionInfo{"blocks", kText, "elements of lists", "paths of modules, joined by +, that are a block each"},
            OptionInfo{"save", kText, "products and attention", "selective: ops, joined by +, that do not run again"},
+           Choice("keep", {"products", "second", "all"}, "selective: every second product, all but attention's scores"),
            OptionInfo{"whole", kText, "none", "selective: blocks, joined by +, in which everything runs again"},
            OptionInfo{"bytes", kBytes, "none", "budget: what may be kept for the backward part"},
            OptionInfo{"cluster", kText, "local-1", "budget: preset whose kernel times count"}}),

@@ -11,7 +11,7 @@
 
 namespace interlace {
 
-enum class OptionKind { kCount, kPositiveOrNone, kChoice, kName, kText, kBytes, kNumber };
+enum class OptionKind { kCount, kPositiveOrNone, kChoice, kName, kAxes, kText, kBytes, kNumber };
 
 struct OptionInfo {
   std::string_view name;

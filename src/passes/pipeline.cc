@@ -58,6 +58,9 @@ Status CheckValue(const OptionInfo& option, const PassOptions& options) {
     case OptionKind::kName:
       INTERLACE_TRY(options.Name(option.name, option.missing));
       break;
+    case OptionKind::kAxes:
+      INTERLACE_TRY(options.Axes(option.name, option.missing));
+      break;
     case OptionKind::kText:
       break;
     case OptionKind::kBytes:

@@ -179,10 +179,16 @@ TEST_P(PassProperty, SameBitsOnAMeshOfSeveralAxes) {
       InterpretOptions within = test.run;
       within.ranks = mesh.ranks / mesh.copies;
       const std::string text = Pipeline(random, sharding, within);
-      const std::string hybrid = std::string("(axis=") + mesh.axis + ",replicas=" + mesh.replicas + ",ranks=";
       const size_t at = text.find("(ranks=");
+      const std::string before = std::string("mesh(axes=") + mesh.axes + ")," + text.substr(0, at);
       CheckPipeline(test, *expected,
-                    std::string("mesh(axes=") + mesh.axes + ")," + text.substr(0, at) + hybrid + text.substr(at + 7));
+                    before + "(axis=" + mesh.axis + ",replicas=" + mesh.replicas + ",ranks=" + text.substr(at + 7));
+      if (HasFailure()) return;
+      // And over all ranks, which add up in the same order.
+      const size_t end = text.find_first_of(",)", at + 7);
+      CheckPipeline(test, *expected,
+                    before + "(axis=" + mesh.replicas + "+" + mesh.axis + ",ranks=" + std::to_string(mesh.ranks) +
+                        text.substr(end));
       if (HasFailure()) return;
     }
   }

@@ -17,11 +17,13 @@
 // was chosen. Sources: SimpleFSDP section 3.3, Chen et al. "Training Deep Nets with Sublinear Memory Cost".
 //
 // Options: mode=full: everything inside blocks; selective: all but the results of the ops in `save` (names joined by
-// "+"; products, convolutions and attention, but for attention's scores, unless it is given), and everything inside the blocks in `whole`; budget: as little time as possible, until what is kept for the
-// backward part has at most `bytes` (times by the kernel model of `cluster`). `blocks`: paths of modules joined by "+"
-// instead of the elements of lists, each a block. Error: the program has units or was recomputed already, no such
-// module, blocks that overlap, a budget below the least possible (which it says), budget with sizes that are not
-// numbers.
+// "+"; products, convolutions and attention, but for attention's scores, unless it is given), and everything inside the
+// blocks in `whole`; keep=second: of a block's products only the first, third, ... are kept (torchtitan's policy),
+// keep=all: all but attention's scores and what is made of them (Megatron's); budget: as little time as possible, until
+// what is kept for the backward part has at most `bytes` (times by the kernel model of `cluster`). `blocks`: paths of
+// modules joined by "+" instead of the elements of lists, each a block. Error: the program has units or was recomputed
+// already, no such module, blocks that overlap, a budget below the least possible (which it says), budget with sizes
+// that are not numbers.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -124,20 +126,20 @@ class Rewriter {
 
 Status Choose(RecomputeChoice& choice, const std::string& mode, const PassOptions& options) {
   INTERLACE_TRY(choice.FindBlocks(Names(options.Text("blocks", ""))));
-  if (options.Find("save") != nullptr && mode != "selective") {
-    return MakeError("option save needs mode=selective; mode=", mode, " does not read it");
-  }
-  std::vector<std::string> whole = Names(options.Text("whole", ""));
-  if (!whole.empty() && mode != "selective") {
-    return MakeError("option whole needs mode=selective; mode=", mode, " does not read it");
+  for (const char* name : {"save", "whole", "keep"}) {
+    if (options.Find(name) != nullptr && mode != "selective")
+      return MakeError("option ", name, " needs mode=selective; mode=", mode, " does not read it");
   }
   INTERLACE_ASSIGN(std::optional<int64_t> bytes, options.Bytes("bytes"));
   if (bytes && mode != "budget") return MakeError("option bytes needs mode=budget; mode=", mode, " does not read it");
   if (mode == "full") {
     choice.DropAll();
   } else if (mode == "selective") {
-    INTERLACE_TRY(choice.DropAllBut(Names(options.Text("save", kExpensive)), options.Find("save") != nullptr));
-    INTERLACE_TRY(choice.DropBlocks(whole));
+    INTERLACE_ASSIGN(std::string keep, options.Choice("keep", {"products", "second", "all"}));
+    const bool asked = options.Find("save") != nullptr;
+    if (asked && keep != "products") return MakeError("option save says what is kept; keep=", keep, " does, too");
+    INTERLACE_TRY(choice.DropAllBut(Names(options.Text("save", kExpensive)), asked, keep));
+    INTERLACE_TRY(choice.DropBlocks(Names(options.Text("whole", ""))));
   } else {
     if (!bytes) return MakeError("mode=budget needs bytes=N: what may be kept for the backward part");
     INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(options.Text("cluster", "local-1"), "option cluster"));

@@ -144,7 +144,7 @@ Status RecomputeChoice::DropBlocks(const std::vector<std::string>& paths) {
   return Ok{};
 }
 
-Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bool asked) {
+Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bool asked, std::string_view keep) {
   for (const std::string& saved : saved_ops) {
     if (!asked) break;
     std::vector<std::string_view> known;
@@ -152,14 +152,34 @@ Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bo
     if (std::any_of(known.begin(), known.end(), [&](std::string_view name) { return IsWithin(name, saved); })) continue;
     return MakeError("option save: the forward part has no op '", saved, "'", DidYouMean(saved, known));
   }
+  std::vector<int32_t> products(blocks_.size(), 0);
   for (ValueId id = 0; id < static_cast<ValueId>(droppable_.size()); ++id) {
     if (!droppable_[id]) continue;
     const Op& op = At(facts_.def[id]);
-    dropped_[id] = (!asked && MakesScores(op)) || std::none_of(saved_ops.begin(), saved_ops.end(), [&](auto& saved) {
-      return IsWithin(op.name, saved);
-    });
+    if (keep == "all") {
+      dropped_[id] = MakesScores(op) || ChangesScores(op, id);
+      continue;
+    }
+    const bool second = keep == "second" && (IsWithin(op.name, "aten.mm") || IsWithin(op.name, "aten.addmm")) &&
+                        ++products[block_of_module_[op.module]] % 2 == 0;
+    dropped_[id] = second || (!asked && MakesScores(op)) ||
+                   std::none_of(saved_ops.begin(), saved_ops.end(),
+                                [&](auto& saved) { return IsWithin(op.name, saved); });
   }
   return Ok{};
+}
+
+// Makes scores of scores that are dropped: scales, masks, softmax, dropout.
+bool RecomputeChoice::ChangesScores(const Op& op, ValueId result) const {
+  const std::vector<Dim>& made = program_.value(result).type.sizes;
+  bool found = false;
+  ForEachOperand(op, [&](ValueId id) {
+    const std::vector<Dim>& read = program_.value(id).type.sizes;
+    const size_t n = read.size(), m = made.size();
+    found = found || (dropped_[program_.RootOf(id)] && n > 1 && m > 1 && made[m - 1] == read[n - 1] &&
+                      made[m - 2] == read[n - 2]);
+  });
+  return found;
 }
 
 // Attention's scores, where no kernel keeps them to itself: a batch of products (b, m, k) x (b, k, n) along a head's few

@@ -29,8 +29,9 @@ class RecomputeChoice {
   Status FindBlocks(const std::vector<std::string>& paths);
   void DropAll();
   // All but results of these ops ("aten.mm" means its overloads too). `asked`: by the user; otherwise attention's scores
-  // are dropped as well. Error: `asked` and no such op.
-  Status DropAllBut(const std::vector<std::string>& saved_ops, bool asked);
+  // are dropped as well. `keep`: "products" those ops, "second" of products in a block only the first, third, ...,
+  // "all" all but attention's scores. Error: `asked` and no such op.
+  Status DropAllBut(const std::vector<std::string>& saved_ops, bool asked, std::string_view keep);
   // All that may be dropped inside these blocks, beside what is dropped already. Error: no block of FindBlocks.
   Status DropBlocks(const std::vector<std::string>& paths);
   // Error: the budget cannot be met, sizes that are not numbers.
@@ -48,6 +49,7 @@ class RecomputeChoice {
   const Op& At(int32_t index) const { return program_.op(phase_.ops[index]); }
   bool MayRepeat(int32_t index) const;
   bool MakesScores(const Op& op) const;
+  bool ChangesScores(const Op& op, ValueId result) const;
   void FindDroppable();
   // Adds to `ops` what must run again for the op at `index` and is not marked in `again`, and marks it; to `saved` the
   // storages of the forward part that those ops and it read.

@@ -404,6 +404,37 @@ TEST(Recompute, SelectiveKeepsTheExpensiveResults) {
   EXPECT_EQ(CountOf(text.substr(text.find("aten.ones_like")), "aten.bernoulli"), 2) << "the masks";
 }
 
+TEST(Recompute, SelectiveKeepsEverySecondProduct) {
+  auto products = [](const std::string& pass) {
+    const std::string text = RunText(Blocks(2).text(), pass);
+    const std::string again = text.substr(text.find("aten.ones_like"));
+    return std::pair(CountOf(again, "aten.addmm"), CountOf(again, "aten.mm("));
+  };
+  const auto [first, others] = products("recompute(mode=selective)");
+  EXPECT_EQ(products("recompute(mode=selective,keep=second)"), std::pair(first, others + 2)) << "a block's second";
+  EXPECT_EQ(MetaOf(RunText(Blocks(2).text(), "recompute(mode=selective,keep=all)")).substr(0, 9), "interlace")
+      << "no scores, so nothing runs again";
+}
+
+TEST(Recompute, KeepAllMakesScoresAgainAndWhatIsMadeOfThem) {
+  std::string out = RunText(WithBlocks("  %3: f32[2,8,4] = aten.ones([2,8,4]) {fwd m1}\n"
+                                       "  %4: f32[2,4,8] = aten.ones([2,4,8]) {fwd m1}\n"
+                                       "  %5: f32[2,8,8] = aten.bmm(%3, %4) {fwd m1}\n"
+                                       "  %6: f32[2,8,8] = aten.exp(%5) {fwd m1}\n"
+                                       "  %7: f32[2,8,4] = aten.bmm(%6, %3) {fwd m1}\n"
+                                       "  %8: f32[2,8,4] = aten.relu(%7) {fwd m1}\n"
+                                       "  %9: f32[] = aten.sum(%8) {fwd m1}\n"
+                                       "  output(%9) {fwd m1 name=\"loss\"}\n"
+                                       "  %10: f32[2,8,4] = aten.bmm(%6, %8) {bwd m1}\n"
+                                       "  %11: f32[4,8] = aten.mean(%10) {bwd m1}\n"
+                                       "  grad(%0, %11) {bwd m1}\n"),
+                            "recompute(mode=selective,keep=all)");
+  EXPECT_EQ(CountOf(out, "aten.exp("), 2) << out;
+  EXPECT_EQ(CountOf(out, "f32[2,8,8] = aten.bmm("), 2) << out;
+  EXPECT_EQ(CountOf(out, "aten.relu("), 1) << out;
+  EXPECT_EQ(CountOf(out, "aten.ones("), 2) << out;
+}
+
 TEST(Recompute, SelectiveWithWholeBlocks) {
   std::string text = RunText(Blocks(3).text(), "recompute(mode=selective,whole=blocks.1)");
   std::string backward = text.substr(text.find("aten.ones_like"));
@@ -481,6 +512,10 @@ TEST(Recompute, BadInputIsExplained) {
             pass + "option whole: no block 'blocks.9', did you mean 'blocks.0'?");
   EXPECT_EQ(RunText(text, "recompute(whole=blocks.1)"),
             pass + "option whole needs mode=selective; mode=full does not read it");
+  EXPECT_EQ(RunText(text, "recompute(keep=second)"),
+            pass + "option keep needs mode=selective; mode=full does not read it");
+  EXPECT_EQ(RunText(text, "recompute(mode=selective,save=aten.relu,keep=all)"),
+            pass + "option save says what is kept; keep=all does, too");
   EXPECT_EQ(RunText(text, "recompute(bytes=10)"), pass + "option bytes needs mode=budget; mode=full does not read it");
   EXPECT_EQ(RunText(text, "recompute(mode=budget)"),
             pass + "mode=budget needs bytes=N: what may be kept for the backward part");

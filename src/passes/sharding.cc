@@ -52,11 +52,9 @@ bool SameGeometry(const Type& a, const Type& b) {
 
 Result<ShardingOptions> ReadShardingOptions(const Program& program, const PassOptions& options) {
   ShardingOptions out;
-  INTERLACE_ASSIGN(out.axis, options.Name("axis", "dp"));
-  if (const std::string text = options.Text("replicas", "none"); text != "none") {
-    out.replicas = text;
-    std::replace(out.replicas.begin(), out.replicas.end(), '+', ',');
-  }
+  INTERLACE_ASSIGN(out.axis, options.Axes("axis", "dp"));
+  INTERLACE_ASSIGN(out.replicas, options.Axes("replicas", "none"));
+  if (out.replicas == "none") out.replicas.clear();
   std::string wanted = out.axis + (out.replicas.empty() ? "" : "," + out.replicas);
   std::vector<std::string_view> known;
   for (const Axis& axis : program.mesh) known.push_back(axis.name);
@@ -141,9 +139,7 @@ Status CheckShardable(const Program& program, const ShardingOptions& options) {
 }
 
 void DeclareUnits(Program& program, const ShardingOptions& options, bool resident) {
-  bool declared =
-      std::any_of(program.mesh.begin(), program.mesh.end(), [&](const Axis& a) { return a.name == options.axis; });
-  if (!declared) program.mesh.push_back({options.axis, options.ranks});
+  if (program.mesh.empty()) program.mesh.push_back({options.axis, options.ranks});
   resident = resident || options.ranks == 1;
   int64_t finest = 1;
   if (program.stage && program.stage->unlike()) {

@@ -17,18 +17,25 @@ std::string Decimal(double number) {
 }
 
 // "shard(axis=dp,ranks=2)", or on a mesh of several axes, which is declared before: "shard(axis=dp,replicas=replica)".
+// What zero1 shards is used once a step, so all data ranks share it: "zero1(axis=replica+dp)".
 Result<std::string> Strategy(const StandardOptions& options) {
-  std::string replicas;
+  std::string replicas, data;
   const std::pair<std::string, int64_t>* shards = nullptr;
-  for (const auto& axis : options.mesh) {
-    if (axis.first == options.shard_axis) {
-      shards = &axis;
-    } else if (axis.first != options.tensor_axis && axis.first != options.stage_axis) {
-      replicas += (replicas.empty() ? "" : "+") + axis.first;
+  size_t count = 0, first = 0, last = 0;  // of the data axes
+  for (size_t i = 0; i < options.mesh.size(); ++i) {
+    const std::string& axis = options.mesh[i].first;
+    if (axis == options.tensor_axis || axis == options.stage_axis) continue;
+    first = count++ == 0 ? i : first, last = i;
+    data += (data.empty() ? "" : "+") + axis;
+    if (axis == options.shard_axis) {
+      shards = &options.mesh[i];
+    } else {
+      replicas += (replicas.empty() ? "" : "+") + axis;
     }
   }
   if (shards == nullptr)
     return MakeError("the mesh has no axis ", options.shard_axis, " to ", options.strategy, " over");
+  if (options.strategy == "zero1" && count > 1 && last - first + 1 == count) return "zero1(axis=" + data + ")";
   return options.strategy + "(axis=" + options.shard_axis +
          (replicas.empty() ? ",ranks=" + std::to_string(shards->second) : ",replicas=" + replicas) + ")";
 }

@@ -131,10 +131,20 @@ LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster, const Lay
       times.launch_forward += count * cluster.issue_us;
     }
   }
+  // Megatron hides behind products all that travels in backward but the gradients that enter row-parallel ones
+  // (Korthikanti et al., section 4.2).
+  if (cluster.stack == "megatron") times.tp_backward = times.tp_forward / 2;
   const int64_t again = kept == nullptr ? 0 : times.backward_kernels - kept->backward_kernels;
   const double own = static_cast<double>(times.backward_kernels - again) * cluster.step.issue_backward;
   times.launch_backward = cluster.issue_us * (own + static_cast<double>(again));
   return times;
+}
+
+// What selective recomputation means: this runtime's, torchtitan's and Megatron's.
+constexpr const char* kSelective[] = {"selective", "selective,second", "selective,all"};
+int MeaningOf(const ClusterSpec& cluster) {
+  const bool torch = cluster.stack == "eager" || cluster.stack == "compiled" || cluster.stack == "graph";
+  return torch ? 1 : cluster.stack == "megatron" ? 2 : 0;
 }
 
 // The programs of a role at tp = 1, or with tp as a symbol.
@@ -153,7 +163,9 @@ class Layer {
       if (role == Role::kHead && param.name == model.tied) layer.tied_ = elements;
     }
     if (role != Role::kBlock) return layer;
-    INTERLACE_ASSIGN(layer.selective_, Make(captured, "selective", model, cuts));
+    for (size_t i = 0; i < layer.selective_.size(); ++i) {
+      INTERLACE_ASSIGN(layer.selective_[i], Make(captured, kSelective[i], model, cuts));
+    }
     INTERLACE_ASSIGN(layer.full_, Make(captured, "full", model, cuts));
     return layer;
   }
@@ -163,7 +175,8 @@ class Layer {
     LayerCost cost;
     LayerWork kept, selective, full;
   };
-  Result<Counts> CountsOf(const Binding& binding) const {
+  // `meaning`: of selective recomputation, an index of kSelective.
+  Result<Counts> CountsOf(const Binding& binding, int meaning) const {
     Counts out;
     LayerCost& cost = out.cost;
     INTERLACE_ASSIGN(out.kept, WorkOfLayer(kept_.program, binding));
@@ -179,11 +192,12 @@ class Layer {
     cost.saved_selective = cost.saved_full = cost.saved_kept;
     cost.work_backward_selective = cost.work_backward_full = cost.work_backward;
     if (role_ != Role::kBlock) return out;
-    INTERLACE_ASSIGN(auto selective, Backward(selective_, binding));
+    const Variant& chosen = selective_[meaning];
+    INTERLACE_ASSIGN(auto selective, Backward(chosen, binding));
     std::tie(cost.saved_selective, cost.work_backward_selective) = selective;
     INTERLACE_ASSIGN(auto full, Backward(full_, binding));
     std::tie(cost.saved_full, cost.work_backward_full) = full;
-    INTERLACE_ASSIGN(out.selective, WorkOfLayer(selective_.program, binding));
+    INTERLACE_ASSIGN(out.selective, WorkOfLayer(chosen.program, binding));
     INTERLACE_ASSIGN(out.full, WorkOfLayer(full_.program, binding));
     return out;
   }
@@ -201,6 +215,9 @@ class Layer {
     cost.recompute_full_us = std::max(all.Backward() - times.Backward(), 0.0);
     cost.tp_recompute_selective_us = std::max(some.tp_backward - times.tp_backward, 0.0);
     cost.tp_recompute_full_us = std::max(all.tp_backward - times.tp_backward, 0.0);
+    if (cluster.stack != "megatron") return cost;
+    cost.recompute_full_us = cost.forward_us;  // the whole forward part, its last product too
+    cost.tp_recompute_full_us = cost.tp_forward_us;
     return cost;
   }
 
@@ -214,7 +231,7 @@ class Layer {
     AsRun out;
     out.count = role_ == Role::kBlock ? 3 : 1;
     INTERLACE_ASSIGN(out.holds, RunHoldsOf(kept_.program, role_, setting, tied));
-    const Variant* variants[] = {&kept_, &selective_, &full_};
+    const Variant* variants[] = {&kept_, &selective_[0], &full_};
     for (int kind = 0; kind < out.count; ++kind) {
       INTERLACE_ASSIGN(out.kinds[kind], RunLayerOf(variants[kind]->program, role_, setting, tied));
     }
@@ -223,7 +240,7 @@ class Layer {
   // Of the inputs that all blocks share, by the most that any way of recomputing reads again.
   Result<int64_t> SharedBytes(const Binding& binding) const {
     int64_t most = 0;
-    for (const Variant* variant : {&kept_, &selective_, &full_}) {
+    for (const Variant* variant : {&kept_, &selective_[0], &full_}) {
       INTERLACE_ASSIGN(int64_t bytes, variant->program.dims.Evaluate(variant->memory.shared, binding));
       most = std::max(most, bytes);
     }
@@ -235,7 +252,10 @@ class Layer {
   static Result<Variant> Make(const Program& captured, const std::string& mode, const ModelText& model, bool cuts) {
     Variant out;
     out.program = captured.Clone();
-    if (!mode.empty()) INTERLACE_TRY(Recompute(out.program, {{"mode", mode}}));
+    const size_t comma = mode.find(',');
+    PassOptions options{{"mode", mode.substr(0, comma)}};
+    if (comma != std::string::npos) options.Set("keep", mode.substr(comma + 1));
+    if (!mode.empty()) INTERLACE_TRY(Recompute(out.program, options));
     if (cuts) INTERLACE_TRY(CutForTensorParallel(out.program, model));
     INTERLACE_ASSIGN(out.memory, MemoryOfLayer(out.program));
     return out;
@@ -257,7 +277,8 @@ class Layer {
   }
 
   Role role_ = Role::kBlock;
-  Variant kept_, selective_, full_;
+  Variant kept_, full_;
+  std::array<Variant, std::size(kSelective)> selective_;
   Dim parameters_, tied_;  // elements of a rank
 };
 
@@ -314,15 +335,17 @@ class CapturedLayers : public LayerSource {
     if (tp > 1) binding = cut_binding_, binding["b"] = micro_batch, binding["tp"] = tp;
     const Layer& layer = layers[static_cast<int>(role)];
     const Layer::Counts* counts = nullptr;
+    const int meaning = MeaningOf(cluster_);
+    const auto place = std::tuple_cat(key, std::tuple(meaning));
     {
       std::lock_guard lock(mutex_);
-      auto found = counted_.find(key);
+      auto found = counted_.find(place);
       if (found != counted_.end()) counts = &found->second;
     }
     if (counts == nullptr) {
-      INTERLACE_ASSIGN(Layer::Counts made, layer.CountsOf(binding));
+      INTERLACE_ASSIGN(Layer::Counts made, layer.CountsOf(binding, meaning));
       std::lock_guard lock(mutex_);
-      counts = &counted_.emplace(key, std::move(made)).first->second;
+      counts = &counted_.emplace(place, std::move(made)).first->second;
     }
     LayerCost cost = layer.Cost(*counts, cluster_);
     if (role == Role::kEmbedding) {  // makes what all blocks share
@@ -396,7 +419,7 @@ class CapturedLayers : public LayerSource {
   Binding cut_binding_;  // of the latter, but for micro-batch and degree
   mutable std::mutex mutex_;
   mutable std::map<std::tuple<Role, int32_t, int32_t>, LayerCost> known_;
-  mutable std::map<std::tuple<Role, int32_t, int32_t>, Layer::Counts> counted_;  // on any cluster
+  mutable std::map<std::tuple<Role, int32_t, int32_t, int>, Layer::Counts> counted_;  // on any cluster
   mutable std::map<RunSetting, std::array<Layer::AsRun, kRoles>> runs_;
 };
 

@@ -162,7 +162,8 @@ class Checker {
   void Memory(const StageCost& cost) {
     int64_t peak = std::max(cost.peak_forward, cost.peak_backward);
     if (!over_memory_ && peak > file_.memory_limit) {
-      Say(stage_, "memory", "its predicted peak of ", peak, " bytes is above memory_limit ", file_.memory_limit);
+      Say(stage_, "memory", "its predicted peak of ", peak, " bytes is above memory_limit ", file_.memory_limit,
+          "; --over-memory predicts it all the same");
     }
   }
 

@@ -32,6 +32,9 @@ struct AxisSpec {
   // after the other; reductions go through this one, and messages to lower ranks, so that none stands behind a gather,
   // or behind a message of the other direction that its peer has not come to.
   std::string beside;
+  // TCP, of several axes of a mesh: ranks along the last one, which lie next to one another. Gathers and reductions go
+  // along the others and it one after the other (transport/collectives.h). 0: all at once.
+  int64_t row = 0;
   // TCP: connections of their own for what two ranks send one another. Those of collectives may stand still until the
   // last rank has come, which may wait for just such a message.
   bool messages = false;

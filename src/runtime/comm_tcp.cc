@@ -68,30 +68,33 @@ class TcpComm final : public Comm {
  public:
   TcpComm(AxisSpec spec, std::shared_ptr<Mesh> mesh, double timeout_s)
       : spec_(std::move(spec)), mesh_(mesh), collectives_(std::move(mesh), timeout_s, InThreads) {
-    for (int rank = 0; rank < static_cast<int>(spec_.size); ++rank) whole_.within.push_back(rank);
-    whole_.across = {static_cast<int>(spec_.rank)};
+    const auto size = static_cast<int>(spec_.size), rank = static_cast<int>(spec_.rank);
+    const int row = spec_.row > 0 ? static_cast<int>(spec_.row) : size;
+    for (int other = rank / row * row; other < (rank / row + 1) * row; ++other) whole_.within.push_back(other);
+    for (int other = rank % row; other < size; other += row) whole_.across.push_back(other);
   }
 
   Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
                              std::string label) override {
     INTERLACE_TRY(Check(CommKind::kGather, shards, fulls, label));
-    Result<Ticket> ticket = collectives_.StartGather(EachOf(shards, BytesOf), EachOf(fulls, BytesOf), std::move(label));
+    const std::vector<TypedSpan> from = EachOf(shards, BytesOf), to = EachOf(fulls, BytesOf);
+    Result<Ticket> ticket = Rows() ? collectives_.StartGather(from, to, whole_, std::move(label))
+                                   : collectives_.StartGather(from, to, std::move(label));
     return Keep(std::move(ticket), {std::move(shards), std::move(fulls), {}});
   }
   Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
                              std::string label) override {
-    return StartGridReduce(std::move(flats), std::move(shards), whole_, std::move(label));
+    INTERLACE_TRY(Check(CommKind::kReduce, flats, shards, label));
+    const std::vector<TypedSpan> targets = EachOf(shards, NumbersOf);
+    const int64_t receive = Rows() ? Collectives::GridScatterBytes(whole_, targets)
+                                   : Collectives::ReceiveBytes(static_cast<int>(spec_.size), targets);
+    return Reduce(std::move(flats), std::move(shards), whole_, receive, std::move(label));
   }
   Result<Ticket> StartGridReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, const RankGrid& grid,
                                  std::string label) override {
     INTERLACE_TRY(Check(CommKind::kReduce, flats, shards, label, &grid));
-    const std::vector<TypedSpan> targets = EachOf(shards, NumbersOf);
-    Kept kept{{}, {}, TakeReceive(Collectives::GridReceiveBytes(grid, targets))};
-    Result<Ticket> ticket =
-        collectives_.StartReduce(EachOf(flats, NumbersOf), targets, grid, kept.receive.memory(), std::move(label));
-    kept.inputs = std::move(flats);
-    kept.outputs = std::move(shards);
-    return Keep(std::move(ticket), std::move(kept));
+    const int64_t receive = Collectives::GridReceiveBytes(grid, EachOf(shards, NumbersOf));
+    return Reduce(std::move(flats), std::move(shards), grid, receive, std::move(label));
   }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
     INTERLACE_TRY(Check(CommKind::kAllReduce, {value}, {value}, label));
@@ -143,6 +146,9 @@ class TcpComm final : public Comm {
   }
 
  private:
+  // Whether there are rows, beside which gathers and reductions have columns to go along.
+  bool Rows() const { return whole_.across.size() > 1; }
+
   struct Receive {
     at::Tensor tensor;
     bool offered = false;  // it is the caller's
@@ -153,6 +159,15 @@ class TcpComm final : public Comm {
     Receive receive;
   };
 
+  Result<Ticket> Reduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, const RankGrid& grid,
+                        int64_t receive_bytes, std::string label) {
+    Kept kept{{}, {}, TakeReceive(receive_bytes)};
+    Result<Ticket> ticket = collectives_.StartReduce(EachOf(flats, NumbersOf), EachOf(shards, NumbersOf), grid,
+                                                     kept.receive.memory(), std::move(label));
+    kept.inputs = std::move(flats);
+    kept.outputs = std::move(shards);
+    return Keep(std::move(ticket), std::move(kept));
+  }
   Status Check(CommKind kind, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
                const std::string& label, const RankGrid* grid = nullptr) const {
     if (auto failure = mesh_->failure()) return *failure;
@@ -184,7 +199,7 @@ class TcpComm final : public Comm {
 
   const AxisSpec spec_;
   const std::shared_ptr<Mesh> mesh_;
-  RankGrid whole_;  // one row
+  RankGrid whole_;  // all ranks: one row, or by AxisSpec::row
   mutable std::mutex mutex_;
   std::map<Ticket, Kept> kept_;
   at::Tensor offered_;                     // for the next reduction

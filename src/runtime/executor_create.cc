@@ -126,7 +126,9 @@ Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& ax
     if (spec == axes.end()) {
       return MakeError("the program transfers along \"", group, "\", and no process group was given for it");
     }
-    INTERLACE_ASSIGN(comms_[spec->name], Comm::Create(*spec, timeout_s));
+    AxisSpec along = *spec;
+    along.row = RowOf(parsed.mesh, group);
+    INTERLACE_ASSIGN(comms_[spec->name], Comm::Create(along, timeout_s));
     return Ok{};
   };
   const bool tcp = std::any_of(axes.begin(), axes.end(), [](const AxisSpec& s) { return s.backend == "tcp"; });

@@ -109,6 +109,14 @@ int64_t Collectives::GridReceiveBytes(const RankGrid& grid, const std::vector<Ty
   return bytes;
 }
 
+int64_t Collectives::GridScatterBytes(const RankGrid& grid, const std::vector<TypedSpan>& shards) {
+  const auto row = static_cast<int64_t>(grid.within.size()), column = static_cast<int64_t>(grid.across.size());
+  int64_t bytes = 0;
+  // The row's parts for this column, the sums of all but the own one, and what the column sends for that one.
+  for (const TypedSpan& shard : shards) bytes += Padded(shard.bytes()) * ((row - 1) * column + 2 * (column - 1));
+  return bytes;
+}
+
 int64_t Collectives::AllReduceReceiveBytes(int size, const TypedSpan& value) {
   return ReceiveBytes(size, {InTwoRounds(size, value) ? EqualPart(value, size, 0) : value});
 }
@@ -140,6 +148,57 @@ Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, co
   return Start(std::move(open));
 }
 
+Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, const std::vector<TypedSpan>& fulls,
+                                        const RankGrid& grid, std::string label) {
+  const int self = group().index;
+  auto open = std::make_unique<Open>();
+  open->operation = {
+      .label = std::move(label), .kind = kGather, .everyone = false, .rounds = std::vector<Round>(2)};
+  Round &along_column = open->operation.rounds[0], &along_row = open->operation.rounds[1];
+  if (shards.size() != fulls.size()) return Misfit(*open, "as many shards as full buffers are needed");
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const int64_t elements = shards[i].elements;
+    if (fulls[i].elements != elements * group().size() || fulls[i].dtype != shards[i].dtype)
+      return Misfit(*open, "the full buffer does not have the elements of all shards");
+    const auto place = [&](int rank) { return Part(fulls[i], rank * elements, elements); };
+    open->copies.push_back({shards[i].data, place(self).data, shards[i].bytes()});
+    for (int peer : grid.across) {
+      if (peer == self) continue;
+      along_column.sends.push_back(PeerSpanOf(peer, shards[i]));
+      along_column.receives.push_back(PeerSpanOf(peer, place(peer)));
+    }
+    for (int peer : grid.within) {
+      if (peer == self) continue;
+      for (int below : grid.across) {
+        along_row.sends.push_back(PeerSpanOf(peer, below == self ? shards[i] : place(below)));
+        along_row.receives.push_back(PeerSpanOf(peer, place(peer + below - self)));
+      }
+    }
+  }
+  return Start(std::move(open));
+}
+
+// One shard's part of a reduce on a grid of which every rank has a shard. Takes its share of `receive`.
+void Collectives::ScatterOnGrid(const TypedSpan& flat, const TypedSpan& shard, const RankGrid& grid, char*& receive,
+                                std::vector<Round>& rounds) const {
+  const int self = group().index;
+  const auto part = [&](int rank) { return Part(flat, rank * shard.elements, shard.elements); };
+  for (int peer : grid.within) {
+    if (peer == self) continue;
+    for (int below : grid.across) rounds[0].sends.push_back(PeerSpanOf(peer, part(peer + below - self)));
+  }
+  for (int below : grid.across) {
+    TypedSpan sum = shard;
+    if (below != self) {
+      sum.data = receive;
+      receive += Padded(sum.bytes());
+      rounds[1].sends.push_back(PeerSpanOf(below, sum));
+    }
+    receive = AddUp(grid.within, self, part(below), sum, receive, rounds[0]);
+  }
+  receive = AddUp(grid.across, self, shard, shard, receive, rounds[1]);
+}
+
 Result<Ticket> Collectives::StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards,
                                         char* receive, std::string label) {
   return StartReduce(flats, shards, {AllOf(group()), {group().index}}, receive, std::move(label));
@@ -150,6 +209,8 @@ Result<Ticket> Collectives::StartReduce(const std::vector<TypedSpan>& flats, con
   const int self = group().index;
   const auto row = static_cast<int>(grid.within.size());
   const auto index = static_cast<int>(std::find(grid.within.begin(), grid.within.end(), self) - grid.within.begin());
+  const bool scatters = grid.across.size() > 1 && !shards.empty() && !flats.empty() &&
+                        flats[0].elements == shards[0].elements * group().size();
   auto open = std::make_unique<Open>();
   open->operation = {
       .label = std::move(label), .kind = kReduce, .everyone = row == group().size(), .rounds = std::vector<Round>(1)};
@@ -157,15 +218,20 @@ Result<Ticket> Collectives::StartReduce(const std::vector<TypedSpan>& flats, con
   if (shards.size() != flats.size()) return Misfit(*open, "as many shards as full buffers are needed");
   for (size_t i = 0; i < shards.size(); ++i) {
     const int64_t elements = shards[i].elements;
-    if (flats[i].elements != elements * row || flats[i].dtype != shards[i].dtype)
+    if (flats[i].elements != elements * (scatters ? group().size() : row) || flats[i].dtype != shards[i].dtype)
       return Misfit(*open, "the full buffer does not have the elements of all shards");
     if (!CanSum(shards[i].dtype)) return Misfit(*open, "no sum of " + std::string(DTypeName(shards[i].dtype)));
+    if (scatters) {
+      rounds.resize(2);
+      ScatterOnGrid(flats[i], shards[i], grid, receive, rounds);
+      continue;
+    }
     for (int k = 0; k < row; ++k) {
       if (k != index) rounds[0].sends.push_back(PeerSpanOf(grid.within[k], Part(flats[i], k * elements, elements)));
     }
     receive = AddUp(grid.within, self, Part(flats[i], index * elements, elements), shards[i], receive, rounds[0]);
   }
-  if (grid.across.size() < 2) return Start(std::move(open));
+  if (grid.across.size() < 2 || scatters) return Start(std::move(open));
   // In memory of its own: a faster row's sums may come before this row's are made.
   for (const TypedSpan& shard : shards) receive = AllReduce(grid.across, self, shard, receive, rounds, 1);
   return Start(std::move(open));

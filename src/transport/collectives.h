@@ -16,6 +16,10 @@
 //                 0 1      ranks with the same parameters in their shards: a column
 //                 2 3      ranks that share the parameters: a row
 //
+// Where all ranks of a grid have shards of their own, a gather goes along the columns first and then along the rows, and
+// a reduce the other way, so that of what goes between rows (a slow link) each rank sends and receives its own column's
+// part alone: a reduce of 0 sends 1 the parts of 1 and 3, adds up those of 0 and 2, and sends 2 the sum of its own.
+//
 // Every rank of the group starts the same operations in the same order; sends and receives between two ranks match in
 // order, and lie at the same place between the operations of all. Waits may come in any order. Memory that was given
 // must stay until the wait; nobody may write what is sent or touch what is received meanwhile. Every wait works against
@@ -64,11 +68,15 @@ class Collectives {
   // Full i is [size * shard i] and receives rank r's shard at r * shard i; shard i may already lie at its own place.
   Result<Ticket> StartGather(const std::vector<TypedSpan>& shards, const std::vector<TypedSpan>& fulls,
                              std::string label);
+  // The same along the columns of a grid that has all ranks, then along its rows.
+  Result<Ticket> StartGather(const std::vector<TypedSpan>& shards, const std::vector<TypedSpan>& fulls,
+                             const RankGrid& grid, std::string label);
   // Shard i = the sum of the ranks' flat i at [rank * shard i]; it may be the own part of flat i. `receive`: memory of
   // ReceiveBytes(group size, shards) bytes.
   Result<Ticket> StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards, char* receive,
                              std::string label);
-  // The same on a grid: flat i is [row * shard i]. `receive`: memory of GridReceiveBytes(grid, shards) bytes.
+  // The same on a grid: flat i is [row * shard i], or [size * shard i] of a grid that has all ranks, each with a shard of
+  // its own. `receive`: memory of GridReceiveBytes(grid, shards) bytes, or of GridScatterBytes(grid, shards).
   Result<Ticket> StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards,
                              const RankGrid& grid, char* receive, std::string label);
   // In place. `receive`: memory of AllReduceReceiveBytes(group size, value) bytes.
@@ -97,6 +105,7 @@ class Collectives {
 
   static int64_t ReceiveBytes(int size, const std::vector<TypedSpan>& shards);
   static int64_t GridReceiveBytes(const RankGrid& grid, const std::vector<TypedSpan>& shards);
+  static int64_t GridScatterBytes(const RankGrid& grid, const std::vector<TypedSpan>& shards);
   static int64_t AllReduceReceiveBytes(int size, const TypedSpan& value);
 
  private:
@@ -112,6 +121,8 @@ class Collectives {
     TransferTimes times;
   };
   Error Misfit(const Open& open, const std::string& what) const;
+  void ScatterOnGrid(const TypedSpan& flat, const TypedSpan& shard, const RankGrid& grid, char*& receive,
+                     std::vector<Round>& rounds) const;
   Result<Ticket> Start(std::unique_ptr<Open> open);
   // One side of a message; `what`: of which, for the error.
   Result<Ticket> StartMessage(const TypedSpan& value, int peer, std::string label, std::string tag,

@@ -348,6 +348,60 @@ TEST(Collectives, AGridAddsUpItsRowsAndThenTheirSums) {
   }
 }
 
+// Every rank of a grid has a shard: a reduce has the bits of rows that add up and then their sums, and a gather puts all
+// shards in rank order; between rows each rank sends its own column's part alone.
+TEST(Collectives, AGridOfShardsSendsItsOwnColumnBetweenRows) {
+  struct Shape {
+    int rows, columns;
+  };
+  for (const Shape shape : {Shape{2, 2}, Shape{3, 2}, Shape{2, 3}, Shape{2, 1}}) {
+    const int size = shape.rows * shape.columns;
+    SCOPED_TRACE(std::to_string(shape.rows) + " x " + std::to_string(shape.columns));
+    const auto meshes = MeshesOf("replica,dp", RanksTo(size));
+    OnEachRank(size, [&](int rank) {
+      Collectives group(meshes[rank], 30);
+      RankGrid grid;
+      for (int i = 0; i < shape.columns; ++i) grid.within.push_back(rank / shape.columns * shape.columns + i);
+      for (int i = 0; i < shape.rows; ++i) grid.across.push_back(i * shape.columns + rank % shape.columns);
+      std::vector<Ticket> tickets;
+      std::vector<Bytes> flats, shards, receives, fulls, sums, all;
+      for (int round = 0; round < 6; ++round) {
+        const DType dtype = kTypes[round];
+        const int64_t elements = round % 2 == 0 ? 40'000 : 33;  // of a shard
+        const auto of = [&](int r) {
+          return RandomNumbers(dtype, elements * size, static_cast<uint64_t>(100 * round + r));
+        };
+        std::vector<Bytes> rows;
+        for (int r = 0; r < shape.rows; ++r) {
+          std::vector<Bytes> parts;
+          for (int c = 0; c < shape.columns; ++c) parts.push_back(Slice(of(r * shape.columns + c), rank, size));
+          rows.push_back(PlainSum(dtype, parts));
+        }
+        sums.push_back(PlainSum(dtype, rows));
+        flats.push_back(of(rank));
+        shards.emplace_back(elements * DTypeBytes(dtype));
+        const std::vector<TypedSpan> shard{SpanOf(shards.back(), dtype)};
+        receives.emplace_back(Collectives::GridScatterBytes(grid, shard));
+        const auto reduce =
+            group.StartReduce({SpanOf(flats.back(), dtype)}, shard, grid, receives.back().data(), "reduce");
+        ASSERT_TRUE(reduce.ok()) << reduce.error().ToString();
+        all.push_back(of(99));
+        fulls.emplace_back(all.back().size());
+        Bytes own = Slice(all.back(), rank, size);
+        std::copy(own.begin(), own.end(), fulls.back().begin() + static_cast<int64_t>(own.size()) * rank);
+        const TypedSpan full = SpanOf(fulls.back(), dtype);
+        const TypedSpan place{full.data + static_cast<int64_t>(own.size()) * rank, elements, dtype};
+        const auto gather = group.StartGather({place}, {full}, grid, "gather");
+        ASSERT_TRUE(gather.ok()) << gather.error().ToString();
+        tickets.insert(tickets.end(), {*reduce, *gather});
+      }
+      for (size_t i = tickets.size(); i-- > 0;) ASSERT_EQ(ErrorOf(group.Wait(tickets[i])), "no error");
+      EXPECT_EQ(shards, sums);
+      EXPECT_EQ(fulls, all);
+    });
+  }
+}
+
 TEST(Collectives, WhatIsStartedMovesWhileNobodyWaits) {
   // More than the kernel holds. The sender does nothing until all of it has come: its helper thread moves the data.
   const auto meshes = MeshesOf("dp", RanksTo(2));

@@ -104,6 +104,7 @@ def test_settings_of_adafactor(settings: dict[str, Any], config: dict[str, Any])
 
 def test_hybrid_sharding() -> None:
     check(4, {}, {"mesh": {"replica": 2, "dp": 2}})
+    check(4, {}, {"mesh": {"replica": 2, "dp": 2}, "strategy": "zero1"})
 
 
 def test_averages_take_the_memory_of_rows_and_columns() -> None:

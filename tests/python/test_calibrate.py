@@ -84,6 +84,8 @@ def test_columns_of_published_tables(tmp_path: Path) -> None:
         (COLUMNS, row().replace(",10.0", ",fast"), "step_ms is 'fast', not a number"),
         (COLUMNS, row().replace("h100-80gb", "h10-80gb"), "no preset for 'h10-80gb'; did you mean 'h100-80gb'?"),
         (COLUMNS, row().replace(",4,4,", ",5,4,"), "5 heads do not divide a hidden size of 512"),
+        (COLUMNS, row().replace(",8,64,", ",8.5,64,"), "micro_batch is 8.5; it must be a whole number"),
+        (COLUMNS.replace("step_ms", "step_ms,step_s"), row().replace("10.0", "10.0,0.02"), "10.0 ms by step_ms and 20.0 ms by step_s"),
         (COLUMNS, "1,2\n", "2 cells, the table has 13 columns"),
         (COLUMNS, "", "has no runs"),
     ],
@@ -189,6 +191,26 @@ def test_megatron_fuses_softmax_of_score_matrices_in_fours(tmp_path: Path, predi
     )
     two, four = read_runs(table)  # of two heads a rank: two matrices, which go op by op, and four
     assert predictor.predict(two)[0] > 1.03 * predictor.predict(four)[0]
+
+
+def test_megatron_runs_the_whole_forward_again(predictor: Predictor, shapes: list[Run]) -> None:
+    run = dataclasses.replace(shapes[0], gpu="a100-80gb", hidden=4096, heads=32, layers=32, zero=0, flash=False, micro_batch=4)
+    us = {(stack, kind): predictor.predict(dataclasses.replace(run, stack=stack, recompute=kind))[0]
+          for stack in ("megatron", "eager") for kind in ("none", "selective", "full")}  # fmt: skip
+    assert 1.25 < us["megatron", "full"] / us["megatron", "none"] < 1.37  # a third of forward and backward, less head and update
+    assert us["eager", "full"] / us["eager", "none"] < us["megatron", "full"] / us["megatron", "none"]
+    assert us["eager", "selective"] / us["eager", "none"] > us["megatron", "selective"] / us["megatron", "none"]  # half of the products
+
+
+def test_parts_of_stages_fill_a_pipeline_sooner(predictor: Predictor, shapes: list[Run]) -> None:
+    run = dataclasses.replace(shapes[0], pp=2, dp=1, gpus=2, accumulation=3)
+    once, parts = (predictor.predict(dataclasses.replace(run, interleave=v))[0] for v in (1, 2))
+    assert parts / once == pytest.approx(3.5 / 4)
+
+
+def test_a_run_that_cannot_be_predicted_is_named(predictor: Predictor, shapes: list[Run]) -> None:
+    with pytest.raises(InterlaceError, match=r"line 2 is no run that can be predicted: .*multiple of 8"):
+        predictor.predict(dataclasses.replace(shapes[0], gpus=12, dp=12))
 
 
 def test_interval_of_runs_left_out() -> None:

@@ -87,10 +87,10 @@ def test_the_same_bits_twice_and_under_every_schedule(strategy: str, accumulatio
         assert len(set(found)) == 1, found
 
 
-def _memory() -> dict[str, Any]:
+def _memory(strategy: str) -> dict[str, Any]:
     rank, _ = parity.rank_and_size()
     model = zoo.build("llama", torch.float32)
-    settings = interlace.Config(mesh=MESH, schedule=[], profile="off", timeout_s=60, cache="off")
+    settings = interlace.Config(strategy=strategy, mesh=MESH, schedule=[], profile="off", timeout_s=60, cache="off")
     optimizer = parity.make_optimizer("adamw", model)
     with interlace.compile(model, optimizer, zoo.CASES["llama"].loss, parity.batch_of("llama", 0, rank, 1), settings) as trainer:
         for step in range(4):
@@ -99,10 +99,27 @@ def _memory() -> dict[str, Any]:
 
 
 @pytest.mark.skipif(on_device.DEVICE != "cpu", reason="memory is planned on CPUs")
-def test_memory_is_what_was_planned_to_the_byte() -> None:
-    for arena in ranks.run(_memory, 4):
+@pytest.mark.parametrize("strategy", ["shard", "zero1"])
+def test_memory_is_what_was_planned_to_the_byte(strategy: str) -> None:
+    for arena in ranks.run(_memory, 4, strategy):
         assert arena["on"] and arena["settled"] and arena["unforeseen"] == [], arena
         assert arena["top_bytes"] == arena["planned_bytes"]
+
+
+def _states() -> tuple[int, int]:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    settings = interlace.Config(strategy="zero1", mesh=MESH, schedule=[], cache="off")
+    with interlace.compile(
+        model, parity.make_optimizer("adamw", model), zoo.CASES["llama"].loss, parity.batch_of("llama", 0, rank, 1), settings
+    ) as trainer:
+        program = interlace._core.Program.parse(trainer.program)
+        return sum(u["shard"] for u in program.units()), sum(u["numel"] for u in program.units())
+
+
+def test_zero1_shards_optimizer_states_over_all_ranks_of_the_mesh() -> None:
+    for shard, whole in ranks.run(_states, 4):
+        assert shard * 4 == whole
 
 
 # ---- checkpoints ----

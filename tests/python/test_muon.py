@@ -100,6 +100,7 @@ def test_settings_of_muon(case: str, muon: dict[str, Any], config: dict[str, Any
 
 def test_hybrid_sharding_deals_within_the_shards_ranks() -> None:
     check("llama", 4, {}, {"mesh": {"replica": 2, "dp": 2}})
+    check("llama", 4, {}, {"mesh": {"replica": 2, "dp": 2}, "strategy": "zero1"})
 
 
 def test_stages_have_their_own_matrices() -> None:

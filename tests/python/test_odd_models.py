@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import parity
 import pytest
 import ranks
@@ -35,6 +37,8 @@ class Net(nn.Module):
         self.register_buffer("at", torch.zeros((), dtype=torch.long))
         self.cos, self.table, self.calls, self.state = None, {}, 0, None
         self.function = function
+        self.seen: list[int] = []
+        self.python, self.numpy = random.Random(0), np.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
@@ -107,8 +111,17 @@ def looks_up(self: Any, x: Tensor) -> Tensor:
     return self.head(self.words(x.abs().sum(1).long() % 6))
 
 
+def counts_in_a_list(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(1)
+    return self.head(self.a(x)) * (1.0 if len(self.seen) < 3 else 0.5)
+
+
+def draws_from_its_own(self: Any, x: Tensor) -> Tensor:
+    return self.head(self.a(x)) * (1 + self.python.random()) * (1 + self.numpy.random())
+
+
 WHOLE = [turns, teaches_in_place, teaches_anew, caches]
-OPAQUE = [teaches_by_a_count, counts, goes_on, packs, looks_up]
+OPAQUE = [teaches_by_a_count, counts, counts_in_a_list, draws_from_its_own, goes_on, packs, looks_up]
 
 
 def train(function: Callable[[Any, Tensor], Tensor], kind: str = "sgd", **config: Any) -> tuple[list[float], list[float], int, list[float]]:

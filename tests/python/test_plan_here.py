@@ -17,6 +17,7 @@ from interlace.calibrate.predict import value_of
 from interlace.cli import plan_here, plan_tables
 from interlace.cli.app import run
 from interlace.cli.plan_here import op_keys
+from interlace.cli.plan_programs import simulated
 from interlace.cli.profile import machine_here
 from interlace.cost.measurements import Profile, from_rows
 from interlace.cost.store import Store
@@ -192,6 +193,23 @@ def test_programs_of_a_plan_are_simulated(layers: str, tmp_path: Path, capsys: A
     assert {plan_tables.layout(row["plan"]) for row in result["judged"]} <= {"dp 2", "tp 2", "2 stages"}
     sketch = found(capsys, "--store", str(tmp_path / "none.sqlite"))
     assert "simulated" not in sketch["plans"][0], "nothing was measured that a simulation could rest on"
+
+
+def test_programs_of_stages_with_unlike_ranks(layers: str) -> None:
+    """One data rank with two rows of a micro-batch, then two with one each: their programs fit, and take what is planned for 1F1B."""
+    stages = "".join(
+        f"\nstage {i}\n  layers {count} {held}\n  devices {devices}\n  micro_batch {rows} dp {dp} tp 1\n  zero {zero}\n"
+        "  recompute full 1 selective 0\n  offload weights 0 gradients 0 states 0 activations 0\n"
+        for i, (count, held, devices, rows, dp, zero) in enumerate([(1, "embedding", "0..0", 2, 1, 0), (3, "head", "1..2", 1, 2, 2)])
+    )
+    text = (
+        'interlace-plan 1\nmodel "llama-tiny"\ncluster "local-3"\ndevices 3 per_node 3\nblocks 4\nglobal_batch 8\nsequence 64\n'
+        f'flash_attention yes\ndtype "float32"\nmemory_limit 9000000\ntemplate runtime\naccumulation 4\nspace "by hand"\n{stages}'
+    )
+    plan = json.loads(_core.read_plan(_core.predict_plan(text, layers, "local-3")))
+    said = simulated(plan, "local-3", "")
+    assert said is not None and said["step_us"] > 0
+    assert said["peak_bytes"] == pytest.approx([stage["peak_bytes"] for stage in plan["stages"]], rel=0.03)
 
 
 def test_stages_keep_the_memory_that_is_planned(tmp_path: Path, capsys: Any) -> None:

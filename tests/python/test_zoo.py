@@ -10,6 +10,7 @@ SAMPLE = (
     "LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "SwinForImageClassification",
     "Swinv2ForImageClassification", "Wav2Vec2ForCTC", "HubertForCTC", "TimeSeriesTransformerForPrediction",
     "ResNetForImageClassification", "torch.nn.BatchNorm2d", "torch.nn.LSTM", "torch.nn.channels_last",
+    "idiom: codes of a buffer", "idiom: inner steps", "idiom: random field",
 )  # fmt: skip
 
 

@@ -307,11 +307,14 @@ class Swap(nn.Module):
 
 
 def cases() -> list[Model]:
+    import zoo_more
+
     every = [
         *found("ForCausalLM", LANGUAGE, words), *found("LMHeadModel", LANGUAGE, words), *found("ForMaskedLM", MASKED, words),
         *found("ForConditionalGeneration", SEQUENCES, words), *found("ForImageClassification", IMAGES, pixels),
         *found("ForSequenceClassification", [*TOKENS, "GPT2", "Llama", "Mistral", "Qwen2", "OPT", "Bloom", "Falcon", "Gemma"], classes),
         *found("ForTokenClassification", TOKENS, tagged), *branching(), *plain_models(),
+        *zoo_more.cases(),
     ]  # fmt: skip
     return list({case.name: case for case in every}.values())
 

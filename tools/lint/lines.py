@@ -9,10 +9,9 @@ import re
 import sys
 from pathlib import Path
 
-CPP = 61_245  # src and tools, without tests and code for tests; to become 42,000
+CPP = 61_430  # src and tools, without tests and code for tests; to become 42,000
 PYTHON = 30_025  # to become 16,500
 FILE, TEST_FILE = 500, 560  # one file; split it by what it says, not in the middle
-LONGER = {"src/ir/dim.cc"}  # until they are split
 FOR_TESTS = re.compile(r"_(test|fuzz)\.cc$|/testing/|_test_support\.h$")
 
 
@@ -31,10 +30,8 @@ def check(root: Path) -> tuple[str, list[str]]:
             if shipped:
                 total[kind] += lines
             limit = TEST_FILE if FOR_TESTS.search(path) or top == "tests" else FILE
-            if lines > limit and path not in LONGER:
+            if lines > limit:
                 faults.append(f"{path}: {lines} lines; {limit} at most: split it")
-            if path in LONGER and lines <= limit:
-                faults.append(f"{path}: {lines} lines now; take it from LONGER in tools/lint/lines.py")
     for kind, limit in ("C++", CPP), ("Python", PYTHON):
         if total[kind] > limit:
             faults.append(f"{kind}: {total[kind]:,} lines; {limit:,} at most")

@@ -1,6 +1,6 @@
 """Runs left out of the fit in groups, and the interval that their errors give.
 
-    for run, us, error in cross_validated(runs, Predictor(), by_model):
+    for run, us, error in cross_validated(runs, Predictor(), FOLDS["model"]):
         abs(math.log(run.step_us / us)) <= ONE_IN_TEN * error      # so for 80 of 100 runs
 
 What fitted runs are off by understates what others will be: runs of one model and length are off together, and the constants have
@@ -26,18 +26,9 @@ ONE_MODEL = 0.05
 MANY = 12  # groups from which on leaving out one more beside each changes nothing that is worth its time
 
 Residuals = Mapping[object, Sequence[float]]  # ln(measured / predicted) of runs left out, by group
-
-
-def by_model(run: Run) -> object:
-    return run.size, run.seq
-
-
-def by_size(run: Run) -> object:
-    return run.gpus
-
-
-def by_run(run: Run) -> object:
-    return run.line
+FOLDS: dict[str, Callable[[Run], object]] = {
+    "model": lambda run: (run.size, run.seq), "size": lambda run: run.gpus, "run": lambda run: run.line
+}  # fmt: skip
 
 
 def quantile(residuals: Sequence[float], share: float = 0.8) -> float:
@@ -64,7 +55,7 @@ def off(run: Run, found: Fit, predictor: Predictor) -> float:
 
 def left_out(runs: Sequence[Run], predictor: Predictor, say: Callable[[str], None] | None = None) -> tuple[float, str]:
     """The error that a cluster file keeps of its stack, and where it is from. (0, ""): all runs are of one group."""
-    ways = {"model and length": by_model, "GPUs": by_size}
+    ways = {"model and length": FOLDS["model"], "GPUs": FOLDS["size"]}
     for name, fold_of in ways.items():
         folds = _folds(runs, fold_of)
         if len(folds) < 2:

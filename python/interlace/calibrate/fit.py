@@ -47,8 +47,8 @@ class Fit:
 
     def outliers(self, runs: Sequence[Run]) -> list[tuple[Run, float]]:
         """Runs that these constants do not explain, and by which factor they are off: far out of the others' scatter."""
-        middle = float(np.median(self.residuals))
-        scatter = max(1.4826 * float(np.median(np.abs(np.array(self.residuals) - middle))), 0.03)
+        middle = float(np.median(self.residuals)) if len(runs) > 1 else 0.0
+        scatter = max(1.4826 * float(np.median(np.abs(np.array(self.residuals) - middle))), 0.03) if len(runs) > 1 else self.noise
         far = max(5 * scatter, 0.25)
         return [(run, math.exp(r)) for run, r in zip(runs, self.residuals, strict=True) if abs(r - middle) > far or abs(r) > 1.1]
 
@@ -103,13 +103,15 @@ def fit(runs: Sequence[Run], predictor: Predictor, say: Callable[[str], None] | 
     precision = prior
     for round_ in range(5):
         slope = _slope(residuals, point, left)
-        weights = 1 / np.maximum(1.0, np.abs(left) / (2.5 * noise))  # Huber: a run far out pulls no harder than one at its edge
+        # Huber: a run far out of the others' scatter pulls no harder than one at its edge. One run alone has no others.
+        weights = 1 / np.maximum(1.0, np.abs(left) / (2.5 * noise)) if len(runs) > 1 else np.ones(1)
         precision = prior + (slope.T * weights) @ slope / noise**2
         move = -np.linalg.solve(precision, (slope.T * weights) @ left / noise**2 + prior @ point)
         point = np.clip(point + move, low, high)
         left = residuals(point)
         used = float(np.trace(np.linalg.solve(precision, precision - prior)))
-        noise = max(LEAST_NOISE, math.sqrt(float((weights * left**2).sum()) / max(len(runs) - used, 1.0)))
+        if len(runs) > 1:
+            noise = max(LEAST_NOISE, math.sqrt(float((weights * left**2).sum()) / max(len(runs) - used, 1.0)))
         if say:
             say(f"round {round_ + 1}: mean error {100 * float(np.abs(np.expm1(-left)).mean()):.1f} %")
         if float(np.abs(move).max()) < 0.01:

@@ -18,6 +18,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
+from interlace import _core
 from interlace.calibrate.predict import value_of, with_line
 from interlace.cost.machine import Machine
 from interlace.cost.measurements import Profile, factor, quoted
@@ -38,8 +39,6 @@ class MeasuredCluster:
 
 def measured_cluster(profile: Profile, machine: Machine) -> MeasuredCluster:
     """The cluster of `machine.ranks` devices that the profile, taken under the machine's fingerprint, describes."""
-    from interlace import _core
-
     text = _core.preset_cluster(f"local-{machine.ranks}")
     text = _put(_put(text, "host", "cores", machine.cores), "host", "compute_threads", machine.threads)
     crowd = max(1.0, machine.ranks * machine.threads / machine.cores)

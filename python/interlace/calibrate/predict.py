@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from interlace import _core
 from interlace.calibrate.runs import Run
+from interlace.errors import InterlaceError
 from interlace.version import __version__
 
 # The constants of a software stack that runs can determine ([step.STACK] of a cluster file), and the rate between nodes.
@@ -21,8 +23,6 @@ CONSTANTS = ("products", "attention", "memory", "issue_us", "issue_backward", "i
 
 def cluster_text(run: Run, base: str = "") -> str:
     """The run's cluster: its preset at its number of devices, or `base` (a cluster file's text) at that number."""
-    from interlace import _core
-
     name = f"{run.gpu}-{run.gpus}"
     text = _core.preset_cluster(name)
     if base:
@@ -140,8 +140,6 @@ class Predictor:
         self._texts: dict[tuple[Any, ...], tuple[str, int]] = {}
 
     def _of(self, run: Run) -> tuple[Any, int]:
-        from interlace import _core
-
         key = (run.size, run.heads, run.vocab, run.flash)
         if key not in self._texts:
             text = model_lines(run)
@@ -155,8 +153,13 @@ class Predictor:
     def predict(self, run: Run, constants: Mapping[str, float] | None = None) -> tuple[float, int, float]:
         """us of a step, bytes of a device with what the cluster reserves, standard deviation of ln(measured / predicted)."""
         predictor, blocks = self._of(run)
-        text = with_constants(cluster_text(run, self.base), run.stack, constants or {})
-        us, peak, error = predictor.run(plan_text(run, blocks), text)
+        try:
+            text = with_constants(cluster_text(run, self.base), run.stack, constants or {})
+            us, peak, error = predictor.run(plan_text(run, blocks), text)
+        except _core.Error as e:
+            raise InterlaceError(f"line {run.line} is no run that can be predicted: {e}") from None
+        fill = run.pp - 1  # micro-batches that a step waits for its pipeline; parts of stages fill it in as many times less
+        us *= (run.accumulation + fill / run.interleave) / (run.accumulation + fill)
         return us, peak + int((value_of(text, "device", "reserve_gib") or 0) * 2**30), error
 
 

@@ -136,14 +136,22 @@ def _counted(number: float, reads: list[str]) -> Any:
     return kind(number)
 
 
+def grows(change: Change) -> bool:
+    """Whether a list or queue has more items after the run."""
+    before, after = change.before, change.after
+    return isinstance(after, (list, tuple)) and type(before) is type(after) and len(after) > len(before)
+
+
 @contextlib.contextmanager
-def as_after(changes: list[Change], real: Callable[[Tensor], Tensor | None]) -> Iterator[list[Change]]:
+def as_after(changes: list[Change], real: Callable[[Tensor], Tensor | None], many: bool = False) -> Iterator[list[Change]]:
     """The model's attributes as its run left them, for another run; gives the changes that could be made. `real`: what a fake tensor holds,
-    where that is known."""
+    where that is known. `many`: what has grown has grown a thousand times."""
     made: list[Change] = []
     try:
         for change in changes:
             value = change.after if change.after is MISSING else _without_fakes(change.after, real)
+            if many and value is not MISSING and grows(change):
+                value = value + value[len(change.before) :] * 1000
             if type(change.before) is type(value) and type(value) in (int, float):
                 value = _counted(value, change.reads)
             if change.kind == "value" and (value is not MISSING or change.after is MISSING):
@@ -160,5 +168,5 @@ def refusal(made: list[Change]) -> CaptureError:
     are = "is" if len(made) == 1 else "are"
     return CaptureError(
         f"{names} {are} changed by the model while it runs, and its next run would compute something else; keep such a value in a "
-        "buffer that is changed in place (register_buffer), or set it between the steps"
+        "buffer that is changed in place (register_buffer), set it between the steps, or pass fullgraph=False to run that in Python"
     )

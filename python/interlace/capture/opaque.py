@@ -62,7 +62,7 @@ class OpaqueCall:
     result: Any  # structure of the result, None in place of tensors
     outputs: list[tuple[Path, Meta]]
     random: bool  # it draws random numbers, of torch's default generator at least
-    stateful: bool  # it draws others, or changes attributes
+    stateful: bool  # it draws others, reads clocks or iterators, or changes what it reads: runs once a step
     wanted: list[int] = dataclasses.field(default_factory=list)  # inputs, then parameters, whose gradients backward gives
 
 
@@ -255,7 +255,7 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
         if not root and any(type(leaf) in (int, float) for _, leaf in leaves(result)):
             raise Unfit(path, f"module '{path}' gives numbers, which may depend on the data")
         result = rebuild(result, dict.fromkeys(hidden))
-        stateful = generators() != others or any(c.kind == "value" for c in watch.changed())
+        stateful = watch.varies or generators() != others or any(c.kind == "value" for c in watch.changed())
         calls.append(
             OpaqueCall(
                 key=f"{path}@{len(calls)}" if calls else path, path=path, why=why, training=flags_of(module),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture.effects import kept_generators
 from interlace.capture.inputs import rebuild
 from interlace.capture.literals import quote
 from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
@@ -34,7 +31,8 @@ class OpaqueTable:
         self.used: set[str] = set()
         self._modules: dict[str, nn.Module] = {}
         self._cost: dict[str, list[float]] = {}  # runs, seconds
-        self._states: dict[int, _State] = {}  # of stateful calls, between forward and backward, by their seeds
+        # Of stateful calls, whose forward runs once: operands and outputs with their graph, until backward, by their seeds.
+        self._states: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self.add(calls)
 
     def add(self, calls: Iterable[OpaqueCall], sometimes: Iterable[str] = (), loss_fn: Any = None) -> None:
@@ -98,21 +96,27 @@ class OpaqueTable:
         return [found[path] for path, _ in call.outputs], buffers
 
     def _forward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
-        with torch.no_grad(), _seeded(torch.randint(1 << 62, ()) if call.random else None) as seed:
-            if call.stateful and seed is not None:
-                self._states[int(seed)] = _State(module)
+        kept = call.stateful and bool(call.wanted)
+        if kept:  # parameters lie elsewhere, or nowhere, until backward
+            operands = [t.detach().clone().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
+        with torch.set_grad_enabled(kept), _seeded(torch.randint(1 << 62, ()) if call.random else None) as seed:
             outputs, buffers = self._run(call, module, operands)
+        if kept and seed is not None:
+            self._states[int(seed)] = operands, outputs
         last = [seed.to(operands[0].device)] if seed is not None else []
-        return [*(o.detach() for o in outputs), *(buffers[n] for n in call.changed), *last]
+        return [*(o.detach() for o in outputs), *(buffers[n].detach() for n in call.changed), *last]
 
     def _backward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
         count = sum(meta.dtype.is_floating_point for _, meta in call.outputs)
         grads, operands = operands[:count], operands[count:]
         seed = operands.pop() if call.random else None
-        state = self._states.pop(int(seed), None) if seed is not None else None
-        with torch.enable_grad(), _seeded(seed), state.again() if state is not None else contextlib.nullcontext():
-            operands = [t.detach().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
-            outputs, _ = self._run(call, module, operands)
+        kept = self._states.pop(int(seed), None) if seed is not None else None
+        with torch.enable_grad(), _seeded(seed):
+            if kept is None:
+                operands = [t.detach().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
+                outputs, _ = self._run(call, module, operands)
+            else:
+                operands, outputs = kept
             outputs = [t for t in outputs if t.dtype.is_floating_point]
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
             wanted = [operands[i] for i in call.wanted]
@@ -159,33 +163,6 @@ def _flags(module: nn.Module, training: dict[str, bool]) -> Iterator[None]:
     finally:
         for m, _, flag in modules:
             m.training = flag
-
-
-class _State:
-    """Python's and NumPy's generators and a module's attributes as they are before forward; backward runs from the same."""
-
-    def __init__(self, module: nn.Module) -> None:
-        numpy = sys.modules.get("numpy")
-        self.generators = random.getstate(), numpy.random.get_state() if numpy is not None else None
-        self.attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        now = [dict(values) for values, _ in self.attributes]
-        with kept_generators():
-            python, other = self.generators
-            random.setstate(python)
-            if other is not None:
-                sys.modules["numpy"].random.set_state(other)
-            for values, before in self.attributes:
-                values.clear()
-                values.update(before)
-            try:
-                yield
-            finally:
-                for (values, _), after in zip(self.attributes, now, strict=True):
-                    values.clear()
-                    values.update(after)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 
 from interlace.capture import caches
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
-from interlace.capture.effects import as_after, drawing_line, generators, kept_generators, refusal
+from interlace.capture.effects import as_after, drawing_line, generators, grows, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers
@@ -221,6 +221,7 @@ def _watched(
     if watch.varies:
         with kept_generators():
             second = again()
+            watch.draw_on()
             run(second)
         for mine, its in zip(trace.body().splitlines(), second.body().splitlines(), strict=False):
             if mine != its:
@@ -237,7 +238,17 @@ def _watched(
             kept[id(found)] = found
         return found
 
-    with as_after([c for c in changes if c.kind == "value"], real) as made:
+    values = [c for c in changes if c.kind == "value"]
+    for many in (False, True) if any(grows(c) for c in values) else (False,):
+        _run_again(trace, again, loss_fn, batch, values, real, kept, many)
+
+
+def _run_again(
+    trace: Trace, again: Callable[[], Trace], loss_fn: Callable[[nn.Module, Any], Any], batch: Any, values: list[Change],
+    real: Callable[[Tensor], Tensor | None], kept: dict[int, Tensor], many: bool,
+) -> None:  # fmt: skip
+    """Error: another run, from what the trace's has left, computes something else. `many`: as after many runs."""
+    with as_after(values, real, many) as made:
         if made:
             second = again()
             watched = Watch(trace.model, loss_fn)

@@ -5,7 +5,8 @@ such code mentions. Of the attributes of objects of the user's classes only thos
 keeps beside (histories, counters) is not followed; a class whose code reads attributes by computed names may read all of them, and so
 may classes of libraries.
 
-Not followed: files, what other processes write, tensors above 64 KiB that are written behind PyTorch's back (`t.data`, NumPy).
+Not followed: files, what other processes write, arrays above 4 MiB, tensors above 64 KiB that are written behind PyTorch's back (`t.data`,
+NumPy).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _OF_LOGS = (logging.Filterer, logging.Manager)  # loggers remember which levels 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _CLOCKS = frozenset({"time", "datetime", "uuid", "secrets"})
 _MANY = 4096  # items of a container beyond which only its identity and size count
-_SMALL = 1 << 16  # bytes that are compared at each look
+_SMALL, _LARGE = 1 << 16, 1 << 22  # bytes that are compared at each look; of which a checksum is
 # Attributes that torch.nn.Module's own code reads.
 _OF_MODULES = frozenset(name for name in vars(nn.Module()) if name not in _TABLES) | {"forward"}
 
@@ -75,19 +76,8 @@ class Held:
 
 
 @dataclasses.dataclass
-class Slot:
-    """A name in a space (a dict, or Attributes), and what it holds."""
-
-    space: Any
-    name: str
-    value: Any
-    where: str
-    owner: str | None = None
-
-
-@dataclasses.dataclass
-class Contents:
-    """Something that is looked into: `look` gives what is in `of`, `put` changes it back."""
+class Place:
+    """A name, or something that is looked into: `look` gives what is there or in `of`, `put` changes it back (MISSING takes it away)."""
 
     of: Any
     look: Callable[[], Any]
@@ -129,7 +119,8 @@ def setter(space: Any, name: Any) -> Callable[[Any], None]:
 
 
 class Reach:
-    """`tables`, `slots`, `contents`: what there is to look at. `read`: the names that the user's own code mentions."""
+    """`tables`, `places`: what there is to look at. `read`: the names that the user's own code mentions. `varies`: it may read a
+    clock, an iterator or one of `generators`."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self.read: set[str] = set()
@@ -139,8 +130,8 @@ class Reach:
         while known != (len(self.read), len(self._any)):  # each round knows more names
             known = len(self.read), len(self._any)
             self.tables: list[Held] = []
-            self.slots: list[Slot] = []
-            self.contents: list[Contents] = []
+            self.places: list[Place] = []
+            self.generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []  # Python's and NumPy's: how to get and set a state
             self.varies = False
             self._seen: dict[Any, Any] = {}
             for path, module in model.named_modules():
@@ -148,11 +139,11 @@ class Reach:
             if loss_fn is not None:
                 name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
                 self._value(loss_fn, "the loss function" if name == "<lambda>" else name)
+        self.varies |= bool(self.generators)
         for i, table in enumerate(hooks_of_all()):
             self._hold(table, functools.partial(_item, f"'global_{i}_hooks' of torch.nn"), "value", None)
         parameters = dict(model.named_parameters())
-        look = functools.partial(_hooks_of, list(parameters.values()))
-        self.contents.append(Contents(None, look, look(), "the hooks of a parameter", None, lambda value: None))
+        self._look(None, functools.partial(_hooks_of, list(parameters.values())), "the hooks of a parameter", None, lambda value: None)
 
     def _module(self, module: nn.Module, where: str) -> None:
         path = self._paths.get(id(module))
@@ -178,19 +169,18 @@ class Reach:
         self.tables.append(Held(d, keys, values, where, kind, owner, names))
 
     def _slot(self, space: Any, name: str, where: str, owner: str | None = None) -> Any:
-        value = space.get(name, MISSING)
-        self.slots.append(Slot(space, name, value, where, owner))
-        return value
+        return self._look(None, functools.partial(space.get, name, MISSING), where, owner, setter(space, name))
 
-    def _look(self, of: Any, look: Callable[[], Any], where: str, owner: str | None, put: Callable[[Any], None] | None) -> None:
-        self.contents.append(Contents(of, look, look(), where, owner, put))
+    def _look(self, of: Any, look: Callable[[], Any], where: str, owner: str | None, put: Callable[[Any], None] | None) -> Any:
+        self.places.append(Place(of, look, look(), where, owner, put))
+        return self.places[-1].value
 
     def _value(self, x: Any, where: str, owner: str | None = None) -> None:
         if isinstance(x, _SIMPLE) or id(x) in self._seen:
             return
         self._seen[id(x)] = x
         own = type(x).__module__
-        self.varies |= hasattr(type(x), "__next__") or isinstance(x, random.Random) or own.startswith("numpy.random")
+        self.varies |= hasattr(type(x), "__next__")
         if isinstance(x, Tensor):
             if not isinstance(x, nn.Parameter) and not x.is_inference():
                 self._look(x, functools.partial(_tensor, x), where, owner, None)
@@ -234,6 +224,11 @@ class Reach:
         elif own == "numpy" or isinstance(x, (bytearray, ctypes.Structure, ctypes.Array, ctypes._SimpleCData)) or own == "array":
             if _bytes(x) is not None:
                 self._look(x, functools.partial(_bytes, x), where, owner, None)
+        elif isinstance(x, random.Random):
+            self.generators.append((x.getstate, x.setstate))
+        elif own.startswith("numpy.random") and hasattr(x, "bit_generator"):
+            bits = x.bit_generator
+            self.generators.append((functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
         elif isinstance(x, (types.ModuleType, torch.optim.Optimizer, *_OF_LOGS)) or own.startswith(("torch", "numpy", "interlace")):
             return
         else:
@@ -348,9 +343,11 @@ def _tensor(x: Tensor) -> tuple:
 
 
 def _bytes(x: Any) -> Any:
-    """What is in an array; None where nobody can say."""
+    """What is in an array; None where nobody can say, or it takes too long."""
     try:
         view = memoryview(x)
+        if view.nbytes > _LARGE:
+            return None
         return view.tobytes() if view.nbytes <= _SMALL else zlib.crc32(view if view.c_contiguous else view.tobytes())
     except (TypeError, ValueError, BufferError):
         return None

@@ -271,7 +271,7 @@ class Recorder(TorchDispatchMode):
                 texts.append(f"{name}={self.literal(a)}")
             elif name == "layout" and a not in (None, torch.strided):
                 raise CaptureError(
-                    f"a tensor of layout {a} cannot be part of a program; an embedding with sparse=True makes one: use sparse=False"
+                    f"a tensor of layout {a} is no part of a program; an embedding takes sparse=False, fullgraph=False runs it in Python"
                 )
         return ", ".join(texts)
 

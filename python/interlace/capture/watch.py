@@ -81,6 +81,7 @@ class Watch:
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._reach = Reach(model, loss_fn)
         self.varies = self._reach.varies
+        self._first = self._later = [get() for get, _ in self._reach.generators]
         self._dicts = [h for h in self._reach.tables if isinstance(h.holder, dict) and h.holder]
         self._of_empty = [h for h in self._reach.tables if isinstance(h.holder, dict) and not h.holder]  # most hooks' tables are
         self._empty = [h.holder for h in self._of_empty]
@@ -103,17 +104,14 @@ class Watch:
             moved = len(h.holder) != len(h.values) or any(map(is_not, h.holder, h.values))
             if moved and not same(list(h.values), h.holder):
                 found.append(Change(h.where(""), list(h.values), list(h.holder), h.kind, _fill(h.holder), h.owner))
-        for s in self._reach.slots:
-            now = s.space.get(s.name, MISSING)
-            if now is not s.value and not same(s.value, now):
-                found.append(Change(s.where, s.value, now, "value", setter(s.space, s.name), s.owner))
-        for p in self._reach.contents:
+        for p in self._reach.places:
             now = p.look()
-            if not same(p.value, now):
-                if p.put is None:  # an array or tensor that was written
-                    found.append(Change(p.where, p.of, p.of, "tensor", lambda value: None, p.owner))
-                else:
-                    found.append(Change(p.where, p.value, now, "value", p.put, p.owner))
+            if now is p.value or same(p.value, now):
+                continue
+            if p.put is None:  # an array or tensor that was written
+                found.append(Change(p.where, p.of, p.of, "tensor", lambda value: None, p.owner))
+            else:
+                found.append(Change(p.where, p.value, now, "value", p.put, p.owner))
         return found
 
     def changed(self) -> list[Change]:
@@ -126,7 +124,15 @@ class Watch:
         for change in reversed(found):
             if change.kind != "tensor":
                 change.put(change.before)
+        self._later = [get() for get, _ in self._reach.generators]
+        for (_, put), state in zip(self._reach.generators, self._first, strict=True):
+            put(state)
         return found
+
+    def draw_on(self) -> None:
+        """Generators of random numbers go on where they were when restore() put them back."""
+        for (_, put), state in zip(self._reach.generators, self._later, strict=True):
+            put(state)
 
     @contextlib.contextmanager
     def as_tensors(self, places: Collection[str], dtype: torch.dtype) -> Iterator[dict[int, str]]:
@@ -147,9 +153,9 @@ class Watch:
             for key, value in zip(h.keys, h.values, strict=True):
                 if type(value) is float and h.counts(key):
                     yield Change(h.where(key), value, value, h.kind, setter(h.holder, key), h.owner)
-        for s in self._reach.slots:
-            if type(s.value) is float:
-                yield Change(s.where, s.value, s.value, "value", setter(s.space, s.name), s.owner)
+        for p in self._reach.places:
+            if type(p.value) is float and p.put is not None:
+                yield Change(p.where, p.value, p.value, "value", p.put, p.owner)
 
     def numbers(self) -> dict[str, float]:
         """The floats, by place."""
@@ -162,11 +168,9 @@ class Watch:
             for key, value in zip(h.keys, h.values, strict=True):
                 if h.counts(key):
                     yield h.where(key), _mark(value)
-        for s in self._reach.slots:
-            yield s.where, _mark(s.value)
-        for p in self._reach.contents:
+        for p in self._reach.places:
             if p.owner is None or not isinstance(p.of, Tensor) or "]" in p.where:
-                yield f"contents of {p.where}", _mark(p.value)
+                yield p.where, _mark(p.value)
 
     @staticmethod
     def _in_dict(h: Held, all_names: bool) -> list[Change]:

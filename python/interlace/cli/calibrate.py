@@ -184,18 +184,15 @@ def choices(rows: list[dict[str, Any]]) -> list[float]:
 
 def crossed(runs: Sequence[Run], predictor: Any, by: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Every run by constants that were fitted without its fold."""
-    from interlace.calibrate.crossed import by_model, by_run, by_size, cross_validated
+    from interlace.calibrate.crossed import FOLDS, cross_validated
     from interlace.calibrate.fit import one_machine
 
-    folds: dict[str, Callable[[Run], object]] = {"model": by_model, "size": by_size, "run": by_run}
-    if by not in folds:
+    if by not in FOLDS:
         raise FileError(f"--by {by}: model, size or run")
     one_machine(runs)
-    if len({folds[by](run) for run in runs}) < 2:
+    if len({FOLDS[by](run) for run in runs}) < 2:
         raise FileError(f"--by {by}: all runs are of one, so none is left to fit when it is left out")
-    rows = [_row(run, us, 0, error) for run, us, error in cross_validated(runs, predictor, folds[by], say)]
-    for row in rows:
-        row["peak_bytes"] = 0
+    rows = [_row(run, us, 0, error) | {"peak_bytes": 0} for run, us, error in cross_validated(runs, predictor, FOLDS[by], say)]
     found = summary(rows)
     found["said"].insert(0, f"left out of the fit in turn, by {by}:")
     return {"rows": rows, **found}

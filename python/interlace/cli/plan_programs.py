@@ -39,8 +39,7 @@ def judge(found: dict[str, Any], cluster: str, profile: str, update: Callable[[s
             judged.append(each | {"simulated": said})
     judged.sort(key=lambda each: each["simulated"]["step_us"])
     known = [each for each in judged if max(each["simulated"]["peak_bytes"]) <= found["memory_limit"]]
-    chosen = [each["text"] for each in known]
-    rest = [each for each in found["plans"] if each["text"] not in chosen]
+    rest = [each for each in found["plans"] if each["text"] not in [one["text"] for one in known]]
     rows = [{"plan": each["plan"], "fits": each in known} | each["simulated"] for each in judged]
     return found | {"plans": (known + rest)[:top], "judged": rows}
 
@@ -75,8 +74,8 @@ def programs_of(plan: dict[str, Any]) -> list[Any] | None:
 
     with tempfile.TemporaryDirectory(prefix="interlace-plan-") as folder:
         file = Path(folder) / "cluster.toml"  # what passes decide by when the plan is trained (compiling/planner.py)
-        ranks = sum(stage["devices"] for stage in plan["stages"])
-        file.write_text(re.sub(r"\ncores = \d+", f"\ncores = {cores()}", _core.preset_cluster(f"{LOCAL}{ranks}")))
+        here = _core.preset_cluster(f"{LOCAL}{sum(stage['devices'] for stage in plan['stages'])}")
+        file.write_text(re.sub(r"\ncores = \d+", f"\ncores = {cores()}", here))
         try:
             return _programs(plan, str(file))
         except (_core.Error, InterlaceError):
@@ -99,22 +98,19 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
     passes = items(pipeline(standard, fill(how.passes(model), {"cluster": cluster_file, "ranks": how.ranks})))
     first = "mesh" if config.stage_meshes else "pipeline"  # that depends on the stage
     cut = next((i for i, each in enumerate(passes) if pass_name(each) == first), len(passes))
-    programs: dict[int, Any] = {}
-    whole: dict[int, str] = {}  # by rows of a micro-batch
-    known: dict[str, str] = {}  # what stages with unlike ranks have from the first, which has the most rows
+    programs, known = dict[int, Any](), dict[str, str]()
+    whole: dict[int, Any] = {}  # by rows of a micro-batch; the most first: stages with unlike ranks have some meta lines from that one
     for stage, rows in sorted(((s, each["micro_batch"]) for s, each in enumerate(plan["stages"])), key=lambda entry: -entry[1]):
         if rows not in whole:
-            program = _core.Program.parse(_captured(how.model, rows, how.seq)[0], "captured")
-            program.set_meta("micro_batches", str(how.accumulation))
-            program.run_passes(",".join(passes[:cut]))
-            whole[rows] = program.print()
-        programs[stage] = _core.Program.parse(whole[rows], "captured")
-        for name, text in known.items():
-            programs[stage].set_meta(name, text)
+            whole[rows] = _core.Program.parse(_captured(how.model, rows, how.seq)[0], "captured")
+            whole[rows].set_meta("micro_batches", str(how.accumulation))
+            whole[rows].run_passes(",".join(passes[:cut]))
+        programs[stage] = program = whole[rows].clone()
+        for name in known:
+            program.set_meta(name, known[name])
         if cut < len(passes):
-            programs[stage].run_passes(for_stage(",".join(passes[cut:]), stage, config))
-        if config.stage_meshes:
-            known |= {name: text for name, text in programs[stage].meta().items() if name in OF_STAGES}
+            program.run_passes(for_stage(",".join(passes[cut:]), stage, config))
+        known |= {name: text for name, text in program.meta().items() if name in OF_STAGES and config.stage_meshes}
     return [programs[stage] for stage in range(len(programs))]
 
 

@@ -67,8 +67,9 @@ def format_bytes(count: int | float) -> str:
 class Config:
     """How a model is compiled and trained.
 
-    strategy         "shard" (ZeRO-3), "zero1" or "replicate" (DDP); with axis pp also one for each stage, joined by +: "zero1+shard". "auto":
-                     shard, whose search keeps gathered what memory allows; with axis pp zero1, unless memory is limited
+    strategy         "shard" (ZeRO-3), "zero1" (on a mesh with replica, states over all its data ranks) or "replicate" (DDP); with axis pp
+                     also one for each stage, joined by +: "zero1+shard". "auto": shard, whose search keeps gathered what memory allows;
+                     with axis pp zero1, unless memory is limited
     mesh             the ranks by axis, the last one fastest: {"replica": 2, "dp": 4} shards over dp, in groups of neighbours, and holds
                      the same on the ranks of replica, which add up their gradients (hybrid sharding); {"dp": 2, "tp": 4}: four ranks work
                      on one batch, each with a part of every product (tensor parallel); {"pp": 2, "dp": (2, 1)}: stages of

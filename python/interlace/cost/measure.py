@@ -205,7 +205,7 @@ class Collectives:
         self.peers, self.size, self.members, self.device = peers, mesh.size(axes), len(ranks), peers.device
         self.grid = [[ranks.index(r) for r in mesh.group(along)] for along in (axes, replicas)] if replicas else None
         group = peers.groups.along(mesh, both).group_name
-        self.comm = _runtime.Comm(both, mesh.index(both), len(ranks), backend, timeout_s, group)
+        self.comm = _runtime.Comm(both, mesh.index(both), len(ranks), backend, timeout_s, group, mesh.row(both))
 
     def time(self, kind: str, size: int) -> dict[str, float]:
         """Medians over repeated calls of `size` bytes, as the cost model counts them, each until the last rank has it; ranks meet

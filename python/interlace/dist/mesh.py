@@ -74,6 +74,11 @@ class Mesh:
         named = ",".join(axes).split(",")
         return ",".join(name for name in self.sizes if name in named)
 
+    def row(self, axes: str) -> int:
+        """Of ranks that exchange in rows and columns: those along the last axis of several of more than one rank; 0: there is one axis."""
+        sizes = [size for axis in axes.split(",") if (size := self.sizes.get(axis, 1)) > 1]
+        return sizes[-1] if len(sizes) > 1 else 0
+
     def index(self, axes: str) -> int:
         """This rank's place among the ranks along these axes."""
         return self.group(axes).index(self.rank)

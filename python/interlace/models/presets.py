@@ -102,7 +102,7 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
     "175b": (12288, 96, 96, 32768),  # GPT-3's (Brown et al., Table 2.1)
 }
 _GPT_ONLY = ("40b", "175b")
-ALIASES = {"llama-3-405b": "llama-3.1-405b", "mixtral": "mixtral-8x7b"}
+ALIASES = {"llama-3-405b": "llama-3.1-405b", "llama-3.1-8b": "llama-3-8b", "llama-3.1-70b": "llama-3-70b", "mixtral": "mixtral-8x7b"}
 _COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "tie_word_embeddings": False}
 
 

@@ -170,13 +170,11 @@ def _make_part(funcs: list[Func], folder: Path, threads: int, limit_s: float) ->
             texts.append(source_of(func, threads))
         except LoweringError as e:
             entry["why"] = str(e)[:300]
-    source = folder / "regions.cpp"
-    source.write_text("\n".join(texts))
+    (source := folder / "regions.cpp").write_text("\n".join(texts))
     object = _compile([source], folder, threads, limit_s)
     library = ctypes.CDLL(str(_compile([object], folder, threads, limit_s)))
     for func in funcs:
-        entry = noted[func["key"][:16]]
-        if not entry["why"]:
+        if not (entry := noted[func["key"][:16]])["why"]:
             entry["exact"], entry["why"] = compare(library, func)
     return noted, object
 

@@ -167,7 +167,7 @@ class _Build:
             same = [r for r in shared if names[r] == names[shared[0]]]
             raise PeerError(
                 f"{ranks_text(same)} have one device, {self.peers.device.type} {names[same[0]]}; start no more ranks on a host than it has "
-                f"devices (rank {self.peers.rank} sees {torch.accelerator.device_count()}), each with its own: LOCAL_RANK chooses it, or model.to"
+                f"devices (rank {self.peers.rank} sees {torch.accelerator.device_count()}), each with its own, by LOCAL_RANK or model.to"
             )
         for kind in mine:
             differing = [r for r, other in enumerate(everyone) if other[kind] != everyone[0][kind]]

@@ -106,14 +106,24 @@ Result<Machine::Bytes> Machine::Exchanged(const Op& op, size_t index, int64_t ra
       for (int64_t peer : Peers(rank, axis)) parts.push_back(all[peer]);
       return Join(parts, along(source, "dim"));
     case Exchange::kReduce: {
-      // Of a unit: within its shard axes first, then over those it is replicated on.
+      // Of a unit: within its shard axes first, then over those it is replicated on. Of several axes: each row, then
+      // the sums of the rows.
+      const bool replicated = of_units && !unit->replicas.empty();
+      const auto row = static_cast<size_t>(replicated ? 0 : RowOf(program_.mesh, axis));
       const auto within = [&](int64_t member) -> Result<Bytes> {
-        std::vector<Bytes> sources;
-        for (int64_t peer : Peers(member, axis)) sources.push_back(all[peer]);
-        INTERLACE_ASSIGN(Bytes sum, AddInRankOrder(sources, dtype));
-        return Cut(sum, along(source, "dim"), mine, sources.size());
+        std::vector<Bytes> sources, rows;
+        const std::vector<int64_t> peers = Peers(member, axis);
+        for (int64_t peer : peers) {
+          sources.push_back(all[peer]);
+          if (sources.size() < (row == 0 ? peers.size() : row)) continue;
+          INTERLACE_ASSIGN(Bytes sum, AddInRankOrder(sources, dtype));
+          rows.push_back(std::move(sum));
+          sources.clear();
+        }
+        INTERLACE_ASSIGN(Bytes sum, AddInRankOrder(rows, dtype));
+        return Cut(sum, along(source, "dim"), mine, peers.size());
       };
-      return of_units && !unit->replicas.empty() ? sum_over(unit->replicas, within) : within(rank);
+      return replicated ? sum_over(unit->replicas, within) : within(rank);
     }
     case Exchange::kAllReduce:
       return sum_over(axis, whole);
