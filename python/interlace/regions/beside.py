@@ -53,6 +53,7 @@ def ready(
     try:
         wanted = wanted_of(funcs, mode, folder, device)
         if (found := wanted.read(say)) is None:
+            wanted.at_once = len(os.sched_getaffinity(0))
             making = Making(wanted, "; this is kept for later runs", say, limit_s)
             try:
                 while (found := making.poll()) is None:

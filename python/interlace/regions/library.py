@@ -73,6 +73,7 @@ class Wanted:
     threads: int
     key: str
     suffix = ".so"
+    at_once = 1  # parts that are made at the same time: beside a training they have one core
 
     @classmethod
     def of(cls, funcs: list[Func], mode: str, folder: Path | None) -> Wanted:
@@ -134,7 +135,7 @@ class Wanted:
             parts = _shared_out(self.funcs)
             work = functools.partial(_make_part, threads=self.threads, limit_s=limit_s)
             try:
-                with ProcessPoolExecutor(len(parts), multiprocessing.get_context("fork")) as pool:
+                with ProcessPoolExecutor(min(self.at_once, len(parts)), multiprocessing.get_context("fork")) as pool:
                     made = list(pool.map(work, parts, [Path(scratch) / f"part{i}" for i in range(len(parts))]))
             except BrokenProcessPool:
                 raise RegionsError("a process that makes or compares them has ended: a region crashes, or there is no memory left") from None
@@ -169,13 +170,11 @@ def _make_part(funcs: list[Func], folder: Path, threads: int, limit_s: float) ->
             texts.append(source_of(func, threads))
         except LoweringError as e:
             entry["why"] = str(e)[:300]
-    source = folder / "regions.cpp"
-    source.write_text("\n".join(texts))
+    (source := folder / "regions.cpp").write_text("\n".join(texts))
     object = _compile([source], folder, threads, limit_s)
     library = ctypes.CDLL(str(_compile([object], folder, threads, limit_s)))
     for func in funcs:
-        entry = noted[func["key"][:16]]
-        if not entry["why"]:
+        if not (entry := noted[func["key"][:16]])["why"]:
             entry["exact"], entry["why"] = compare(library, func)
     return noted, object
 
