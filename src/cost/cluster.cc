@@ -130,8 +130,8 @@ class ClusterReader {
       return Bad("host", "tier", "tier = \"file\" needs kind = \"cpu\": accelerators have their tier in host memory");
     if (spec_.tier_gb_per_s > 0 && !spec_.file_tier)
       return Bad("host", "tier_gb_per_s", "tier_gb_per_s needs tier = \"file\"");
-    if (!spec_.cpu && spec_.memory_gb_per_s < 10)
-      return Bad("device", "memory_gb_per_s", "memory_gb_per_s is less than any GPU has; is it in TB/s?");
+    if (!spec_.cpu && spec_.memory_gb_per_s < spec_.h2d_gb_per_s)
+      return Bad("device", "memory_gb_per_s", "memory_gb_per_s is less than h2d_gb_per_s brings; is it in TB/s?");
     if (spec_.cache_mib > 0 && spec_.cache_gb_per_s <= 0)
       return Bad("device", "cache_mib", "cache_mib needs cache_gb_per_s");
     if (spec_.name.empty()) spec_.name = std::string(file_);
