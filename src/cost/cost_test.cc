@@ -130,9 +130,8 @@ TEST(Cluster, StackErrors) {
   auto error = [](const std::string& from, const std::string& to) {
     return ErrorOf(ParseCluster(Edited("h100-80gb-8", from, to), "c"));
   };
-  EXPECT_NE(
-      error("\nproducts = 0.76 ", "\nproducts = 7 ").find("'products' is outside of what is possible, 0.05 to 1"),
-      std::string::npos);
+  EXPECT_NE(error("\nproducts = 0.76 ", "\nproducts = 7 ").find("'products' is outside of what is possible, 0.05 to 1"),
+            std::string::npos);
   EXPECT_NE(error("\n[step.ours]", "\n[step.lazy]")
                 .find("no stack is called 'lazy'; stacks: kernels, ours, eager, compiled, graph, megatron"),
             std::string::npos);

@@ -212,8 +212,8 @@ struct AxisGroup {
 // Of "dp" or "replica,dp"; an axis that the mesh lacks counts as one rank.
 AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes);
 std::vector<std::string_view> AxesOf(std::string_view axes);  // "replica,dp" → "replica", "dp"
-// Where ranks along several axes exchange in rows and columns: how many a row has, those along the last axis of more than
-// one rank. 0: there is no other such axis.
+// Where ranks along several axes exchange in rows and columns: how many a row has, those along the last axis of more
+// than one rank. 0: there is no other such axis.
 int64_t RowOf(const std::vector<Axis>& mesh, std::string_view axes);
 // Which stage of a program set a program is: that of the ranks with this index along the axis of the stages. Where
 // stages have different numbers of ranks, `ranks` says how many: the axis then has an index for every rank of the set,

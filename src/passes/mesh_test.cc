@@ -13,8 +13,8 @@ TEST(Mesh, HybridShardingOfAnMlp) {
 
 // Optimizer states over all ranks of both axes: gathers and reductions go along the two of them.
 TEST(Mesh, Zero1OverAllRanksOfAnMlp) {
-  ExpectGolden("mlp.zero1_mesh.il", RunText(GoldenInput("mlp.il"),
-                                            "canonicalize,mesh(axes=replica:2+dp:2),zero1(axis=replica+dp),update"));
+  ExpectGolden("mlp.zero1_mesh.il",
+               RunText(GoldenInput("mlp.il"), "canonicalize,mesh(axes=replica:2+dp:2),zero1(axis=replica+dp),update"));
 }
 
 TEST(Mesh, WhatIsWrongIsSaid) {

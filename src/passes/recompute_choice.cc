@@ -162,9 +162,9 @@ Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bo
     }
     const bool second = keep == "second" && (IsWithin(op.name, "aten.mm") || IsWithin(op.name, "aten.addmm")) &&
                         ++products[block_of_module_[op.module]] % 2 == 0;
-    dropped_[id] = second || (!asked && MakesScores(op)) ||
-                   std::none_of(saved_ops.begin(), saved_ops.end(),
-                                [&](auto& saved) { return IsWithin(op.name, saved); });
+    dropped_[id] =
+        second || (!asked && MakesScores(op)) ||
+        std::none_of(saved_ops.begin(), saved_ops.end(), [&](auto& saved) { return IsWithin(op.name, saved); });
   }
   return Ok{};
 }

@@ -28,9 +28,9 @@ class RecomputeChoice {
   // no list at all.
   Status FindBlocks(const std::vector<std::string>& paths);
   void DropAll();
-  // All but results of these ops ("aten.mm" means its overloads too). `asked`: by the user; otherwise attention's scores
-  // are dropped as well. `keep`: "products" those ops, "second" of products in a block only the first, third, ...,
-  // "all" all but attention's scores. Error: `asked` and no such op.
+  // All but results of these ops ("aten.mm" means its overloads too). `asked`: by the user; otherwise attention's
+  // scores are dropped as well. `keep`: "products" those ops, "second" of products in a block only the first, third,
+  // ..., "all" all but attention's scores. Error: `asked` and no such op.
   Status DropAllBut(const std::vector<std::string>& saved_ops, bool asked, std::string_view keep);
   // All that may be dropped inside these blocks, beside what is dropped already. Error: no block of FindBlocks.
   Status DropBlocks(const std::vector<std::string>& paths);

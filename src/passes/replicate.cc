@@ -8,8 +8,8 @@
 // Gradients and optimizer states live in shards (ZeRO-1 and 2): in the update phase, which `update` adds, a rank
 // updates its own part of u0.full and gathers the others' parts in place.
 //
-// On several axes (zero1(axis=replica+dp)) all their ranks have shards of their own: parts of a unit go between groups of
-// neighbours once each way (transport/collectives.h), and the way back, after the update, may wait for the next step
+// On several axes (zero1(axis=replica+dp)) all their ranks have shards of their own: parts of a unit go between groups
+// of neighbours once each way (transport/collectives.h), and the way back, after the update, may wait for the next step
 // (reposition_update).
 //
 // Options: axis (dp), ranks, replicas (none), wait=next|now. Errors: as for shard.
@@ -25,7 +25,8 @@ namespace {
 // `whole`: every rank ends with whole gradients.
 Result<bool> MakeResident(Program& program, const PassOptions& options, bool whole) {
   INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(program, options));
-  const bool deals = std::any_of(program.groups.begin(), program.groups.end(), [](const Group& g) { return g.orthogonal; });
+  const bool deals =
+      std::any_of(program.groups.begin(), program.groups.end(), [](const Group& g) { return g.orthogonal; });
   if (const size_t last = sharding.axis.rfind(','); deals && last != std::string::npos && sharding.replicas.empty()) {
     // Whole matrices are dealt to the ranks along one axis.
     sharding.replicas = sharding.axis.substr(0, last);

@@ -118,7 +118,8 @@ TEST(PlanText, BrokenRulesNameStageAndRule) {
   EXPECT_EQ(problem("activations 0", "activations 1.5"),
             "stage 0 (line 17), rule offload: activations 1.5 is not a share from 0 to 1");
   EXPECT_EQ(problem("peak_forward 900", "peak_forward 1001"),
-            "stage 0 (line 17), rule memory: its predicted peak of 1001 bytes is above memory_limit 1000; --over-memory predicts "
+            "stage 0 (line 17), rule memory: its predicted peak of 1001 bytes is above memory_limit 1000; "
+            "--over-memory predicts "
             "it all the same");
   EXPECT_EQ(problem("dp 2 tp 2", "dp 2 tp 4"),
             "stage 0 (line 17), rule devices: dp 2 * tp 4 = 8, its range 0..3 has 4");

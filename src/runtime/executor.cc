@@ -61,9 +61,10 @@ void Executor::JoinLanes() {
 }
 
 Error Executor::DeviceFailure(const std::exception& error) const {
-  return MakeError("the device ", device_.str(), " reported an error by the end of the step: ", MessageOf(error),
-                   "\n  lane:   any; it may be of any op of the step. Config(debug=True) runs op by op; checkpoints that "
-                   "were written stay, and `load` goes on from them in a new process");
+  return MakeError(
+      "the device ", device_.str(), " reported an error by the end of the step: ", MessageOf(error),
+      "\n  lane:   any; it may be of any op of the step. Config(debug=True) runs op by op; checkpoints that "
+      "were written stay, and `load` goes on from them in a new process");
 }
 
 void Executor::JoinTransfers() {

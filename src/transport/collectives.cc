@@ -152,8 +152,7 @@ Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, co
                                         const RankGrid& grid, std::string label) {
   const int self = group().index;
   auto open = std::make_unique<Open>();
-  open->operation = {
-      .label = std::move(label), .kind = kGather, .everyone = false, .rounds = std::vector<Round>(2)};
+  open->operation = {.label = std::move(label), .kind = kGather, .everyone = false, .rounds = std::vector<Round>(2)};
   Round &along_column = open->operation.rounds[0], &along_row = open->operation.rounds[1];
   if (shards.size() != fulls.size()) return Misfit(*open, "as many shards as full buffers are needed");
   for (size_t i = 0; i < shards.size(); ++i) {

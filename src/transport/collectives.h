@@ -16,9 +16,10 @@
 //                 0 1      ranks with the same parameters in their shards: a column
 //                 2 3      ranks that share the parameters: a row
 //
-// Where all ranks of a grid have shards of their own, a gather goes along the columns first and then along the rows, and
-// a reduce the other way, so that of what goes between rows (a slow link) each rank sends and receives its own column's
-// part alone: a reduce of 0 sends 1 the parts of 1 and 3, adds up those of 0 and 2, and sends 2 the sum of its own.
+// Where all ranks of a grid have shards of their own, a gather goes along the columns first and then along the rows,
+// and a reduce the other way, so that of what goes between rows (a slow link) each rank sends and receives its own
+// column's part alone: a reduce of 0 sends 1 the parts of 1 and 3, adds up those of 0 and 2, and sends 2 the sum of its
+// own.
 //
 // Every rank of the group starts the same operations in the same order; sends and receives between two ranks match in
 // order, and lie at the same place between the operations of all. Waits may come in any order. Memory that was given
@@ -75,8 +76,8 @@ class Collectives {
   // ReceiveBytes(group size, shards) bytes.
   Result<Ticket> StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards, char* receive,
                              std::string label);
-  // The same on a grid: flat i is [row * shard i], or [size * shard i] of a grid that has all ranks, each with a shard of
-  // its own. `receive`: memory of GridReceiveBytes(grid, shards) bytes, or of GridScatterBytes(grid, shards).
+  // The same on a grid: flat i is [row * shard i], or [size * shard i] of a grid that has all ranks, each with a shard
+  // of its own. `receive`: memory of GridReceiveBytes(grid, shards) bytes, or of GridScatterBytes(grid, shards).
   Result<Ticket> StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards,
                              const RankGrid& grid, char* receive, std::string label);
   // In place. `receive`: memory of AllReduceReceiveBytes(group size, value) bytes.

@@ -348,8 +348,8 @@ TEST(Collectives, AGridAddsUpItsRowsAndThenTheirSums) {
   }
 }
 
-// Every rank of a grid has a shard: a reduce has the bits of rows that add up and then their sums, and a gather puts all
-// shards in rank order; between rows each rank sends its own column's part alone.
+// Every rank of a grid has a shard: a reduce has the bits of rows that add up and then their sums, and a gather puts
+// all shards in rank order; between rows each rank sends its own column's part alone.
 TEST(Collectives, AGridOfShardsSendsItsOwnColumnBetweenRows) {
   struct Shape {
     int rows, columns;
