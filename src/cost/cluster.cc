@@ -67,7 +67,7 @@ struct LinkKey {
 };
 constexpr LinkKey kLinks[] = {
     {"alpha_us", &LinkSpec::alpha_us, Rule::kNotNegative, true},
-    {"gb_per_s", &LinkSpec::gb_per_s, Rule::kPositive, true, 1e5},
+    {"gb_per_s", &LinkSpec::gb_per_s, Rule::kPositive, true, 1e6},
     {"all_reduce_alpha_us", &LinkSpec::all_reduce_alpha_us, Rule::kNotNegative, false},
     {"all_reduce_gb_per_s", &LinkSpec::all_reduce_gb_per_s, Rule::kPositive, false},
     {"tree_gb_per_s", &LinkSpec::tree_gb_per_s, Rule::kPositive, false},

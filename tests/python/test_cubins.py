@@ -104,7 +104,7 @@ def test_the_manifest_is_that_of_the_kernels(made: cuda.Cubins) -> None:
 @needs_triton
 def test_the_file_says_what_is_in_it(made: cuda.Cubins) -> None:
     data = made.path.read_bytes()
-    assert data.startswith(b"interlace cubins 2 sm_90 ")
+    assert data.startswith(b"interlace cubins 3 sm_90 ")
     assert cuda.written(cuda.parse(data), "sm_90") == data
     assert data[: int(data.split(maxsplit=5)[4])].endswith(b"\nend\n")
 

@@ -32,8 +32,8 @@ MAY_IMPORT = {
     "interlace": {"config", "errors", "train", "version"},
     "integrations": {"config", "errors", "interlace"},
     "cli": {
-        "calibrate", "capture", "checkpoint", "config", "cost", "data", "dist", "errors", "files", "interlace", "models", "observe",
-        "plan", "private", "regions", "report", "version",
+        "calibrate", "capture", "checkpoint", "compiling", "config", "cost", "data", "dist", "errors", "files", "interlace", "models",
+        "observe", "plan", "private", "regions", "report", "version",
     },
 }  # fmt: skip
 

@@ -196,7 +196,9 @@ class _Reader:
             value = make(text)
         except (ValueError, OverflowError):
             raise self.fail(f"{name} is '{self.fields[name]}', not a number") from None
-        if not least <= value < 1e18:
+        if not value < 1e18:  # infinite, or no number at all
+            raise self.fail(f"{name} is '{self.fields[name]}', not a number that a run can have")
+        if value < least:
             raise self.fail(f"{name} is {self.fields[name]}; it must be at least {least:g}")
         return value
 
