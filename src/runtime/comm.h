@@ -33,8 +33,8 @@ struct AxisSpec {
   // or behind a message of the other direction that its peer has not come to.
   std::string beside;
   // TCP: connections of their own for what two ranks send one another. Those of collectives may stand still until the
-  // last rank has come, which may wait for just such a message.
-  bool messages = false;
+  // last rank has come, which may wait for just such a message. Of their channel; -1: of collectives.
+  int64_t channel = -1;
 };
 
 class Comm {

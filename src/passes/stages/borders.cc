@@ -109,11 +109,12 @@ Result<bool> Borders(Program& program, const PassOptions& options) {
   const stages::Flow flow(program, before);
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+  const stages::Deal deal{program.Stages(), chunks};
   INTERLACE_ASSIGN(
       const std::vector<stages::Border> borders,
-      stages::ChosenBorders(program, flow, options.Text("at", "auto"), program.Stages(), chunks, model));
+      stages::ChosenBorders(program, flow, options.Text("at", "auto"), deal, model));
   INTERLACE_ASSIGN(const stages::Layout layout,
-                   stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), program.Stages(), false));
+                   stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), deal, false));
   INTERLACE_ASSIGN(std::vector<int64_t> data, options.Counts("data"));
   INTERLACE_ASSIGN(const stages::Recut recut, stages::Recut::Of(*program.stage, std::move(data)));
   if (!recut.SameRows() && program.Meta(stages::kStagesRows) == nullptr) {

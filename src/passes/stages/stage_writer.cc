@@ -20,14 +20,13 @@ namespace {
 class StageWriter {
  public:
   StageWriter(Program& program, const Flow& flow, const Layout& layout, const Unlike* unlike, std::string axis,
-              int32_t rank, int32_t count)
+              int32_t rank)
       : program_(program),
         flow_(flow),
         layout_(layout),
         exchange_(program, layout, unlike, rank),
         axis_(std::move(axis)),
-        rank_(rank),
-        count_(count) {}
+        rank_(rank) {}
 
   Status Run() {
     FindStations();
@@ -81,6 +80,14 @@ class StageWriter {
     int32_t sender = 0;  // its stage
   };
 
+  // A root; what each of a rank's stages makes again is its own, for their runs come in any order. Else chunk 0.
+  using Key = std::pair<ValueId, int32_t>;
+  Key KeyOf(ValueId root, int32_t place) const {
+    const int32_t def = flow_.DefOf(root);
+    const bool own = def >= 0 && flow_.Repeats(def);
+    return {root, own ? layout_.deal.ChunkOf(stations_[static_cast<size_t>(place)].stage) : 0};
+  }
+
   bool IsForeign(ValueId root) const { return layout_.IsForeign(root, rank_); }
   // Declared here: seen in every phase.
   bool IsDeclared(ValueId root) const { return flow_.DefOf(root) < 0 && !IsForeign(root); }
@@ -94,17 +101,18 @@ class StageWriter {
     if (IsDeclared(root)) return;
     const int32_t def = flow_.DefOf(root);
     if (IsMadeAnew(root)) return Want(program_.RootOf(flow_.op(def).args[0].value), place);
-    const bool first = lives_.find(root) == lives_.end();
-    lives_[root].wanted.insert(place);
+    const Key key = KeyOf(root, place);
+    const bool first = lives_.find(key) == lives_.end();
+    lives_[key].wanted.insert(place);
     if (!first || def < 0 || !flow_.Repeats(def)) return;
-    lives_[root].from = place;  // made where it is first needed, and kept
+    lives_[key].from = place;  // made where it is first needed, and kept
     ForEachOperand(flow_.op(def), [&](ValueId id) { Want(program_.RootOf(id), place); });
   }
 
   Status FindLives() {
     for (const Message& message : layout_.messages) {
       if (Here(message.to.stage)) {
-        Life& life = lives_[message.root];
+        Life& life = lives_[Key(message.root, 0)];
         life.from = StationIndex(message.to);
         life.received = true;
         life.sender = message.from.stage;
@@ -119,7 +127,9 @@ class StageWriter {
         }
         if (!layout_.At(i, stations_[p])) continue;
         for (ValueId id : flow_.op(i).results) {
-          if (id != kNone && program_.RootOf(id) == id) lives_[id].from = place, lives_[id].wanted.insert(place);
+          if (id == kNone || program_.RootOf(id) != id) continue;
+          Life& life = lives_[Key(id, 0)];
+          life.from = place, life.wanted.insert(place);
         }
         if (flow_.op(i).kind == OpKind::kGrad) {
           Want(program_.RootOf(flow_.op(i).args[1].value), place);
@@ -133,7 +143,8 @@ class StageWriter {
         if (const int32_t end = WaitedAt(message); end > place) Want(message.root, end);
       }
     }
-    for (const auto& [root, life] : lives_) {
+    for (const auto& [key, life] : lives_) {
+      const ValueId root = key.first;
       if (life.from < 0 || *life.wanted.begin() < life.from) {
         return MakeError("%", root, " would be needed before it is made; choose other borders of the stages");
       }
@@ -160,6 +171,9 @@ class StageWriter {
   // ---- one phase ----
 
   static std::string Name(ValueId root) { return "v" + std::to_string(root); }
+  static std::string NameOf(const Key& key) {
+    return Name(key.first) + (key.second > 0 ? "." + std::to_string(key.second) : "");
+  }
   std::string TokenName(const Message& message, int64_t number) const {
     const std::string name = "sent." + Name(message.root) + "." + std::to_string(layout_.RankOf(message.to.stage));
     return exchange_.Count(message.to.stage) == 1 ? name : name + "." + std::to_string(number);
@@ -175,9 +189,8 @@ class StageWriter {
   }
 
   std::string NameOf(const Station& place) const {
-    const char* turn = std::array{"forward", "backward", "sent", "weights"}[static_cast<size_t>(place.turn)];
-    const int64_t chunk = place.stage / layout_.ranks;
-    return count_ > layout_.ranks ? std::string(turn) + "." + std::to_string(chunk) : turn;
+    const char* turn = std::array{"forward", "backward", "weights", "sent"}[static_cast<size_t>(place.turn)];
+    return layout_.deal.chunks > 1 ? std::string(turn) + "." + std::to_string(layout_.deal.ChunkOf(place.stage)) : turn;
   }
 
   Status Write(size_t index) {
@@ -188,8 +201,8 @@ class StageWriter {
     arriving_.clear();
     sent_.clear();
     part_ = place.turn == Turn::kForward ? Part::kForward : Part::kBackward;
-    for (const auto& [root, life] : lives_) {
-      if (life.from != here_ && life.wanted.contains(here_)) Load(Name(root), root, Stored(root));
+    for (const auto& [key, life] : lives_) {
+      if (life.from != here_ && life.wanted.contains(here_)) Load(NameOf(key), key.first, Stored(key.first));
     }
     for (const Message& message : layout_.messages) {  // the tokens of what was sent before
       if (!Here(message.from.stage) || WaitedAt(message) != here_ || StationIndex(message.from) == here_) continue;
@@ -217,9 +230,9 @@ class StageWriter {
         Finish(OpKind::kSendWait, sent.token);
       }
     }
-    for (const auto& [root, life] : lives_) {
+    for (const auto& [key, life] : lives_) {
       if (life.wanted.contains(here_) && *life.wanted.rbegin() > here_)
-        phase_.saves.push_back({Name(root), now_.at(root)});
+        phase_.saves.push_back({NameOf(key), now_.at(key.first)});
     }
     return Ok{};
   }
@@ -228,7 +241,7 @@ class StageWriter {
   // may be put together of pieces.
   Type Stored(ValueId root) {
     const Type& type = program_.value(root).type;
-    const auto found = lives_.find(root);
+    const auto found = lives_.find(Key(root, 0));
     if (found == lives_.end() || !found->second.received) return type;
     if (exchange_.Of(root).kind == Crossing::Kind::kRows) return exchange_.PieceOf(root, 1);
     if (exchange_.PartsFrom(root, found->second.sender) > 1) return Exchange::Flat(type, 1);
@@ -256,8 +269,10 @@ class StageWriter {
     return op;
   }
   void Finish(OpKind kind, ValueId value) { Add(kind).args = {Arg::Of(value)}; }
-  void Address(Op& op, ValueId root, int32_t stage, int64_t number) {
+  // A channel for each chunk of the sender: between two ranks, forward and backward parts come in any order.
+  void Address(Op& op, ValueId root, int32_t stage, int64_t number, int32_t sender) {
     op.SetAttr("axis", Arg::Word(axis_));
+    if (const int32_t chunk = layout_.deal.ChunkOf(sender); chunk > 0) op.SetAttr("channel", Arg::Int(Dim(chunk)));
     op.SetAttr("peer", Arg::Int(exchange_.Peer(program_.dims, stage, number)));
     op.SetAttr("message", Arg::String(exchange_.NameOr(root, Name(root))));
   }
@@ -268,7 +283,7 @@ class StageWriter {
     const int64_t parts = exchange_.PartsFrom(message.root, from);
     for (int64_t number = 0; number < exchange_.Count(from); ++number) {
       Op& op = Add(OpKind::kRecvStart);
-      Address(op, message.root, from, number);
+      Address(op, message.root, from, number, from);
       const Type type = rows ? exchange_.PieceOf(message.root, exchange_.Pieces(from)) : Stored(message.root);
       arriving_[message.root].push_back(program_.AddResult(op, parts > 1 ? Exchange::Flat(type, parts) : type));
     }
@@ -285,7 +300,7 @@ class StageWriter {
   ValueId Assembled(ValueId root, const std::vector<ValueId>& came) {
     const Crossing crossing = exchange_.Of(root);
     const bool rows = crossing.kind == Crossing::Kind::kRows;
-    const int32_t sender = lives_.at(root).sender;
+    const int32_t sender = lives_.at(Key(root, 0)).sender;
     const int64_t parts = exchange_.PartsFrom(root, sender);
     const auto width = static_cast<size_t>(exchange_.Width(sender));
     std::vector<ValueId> pieces;
@@ -365,7 +380,7 @@ class StageWriter {
         }
         Op& op = Add(OpKind::kSendStart);
         op.args = {Arg::Of(part)};
-        Address(op, message.root, message.to.stage, number);
+        Address(op, message.root, message.to.stage, number, message.from.stage);
         sent_.push_back({&message, number, program_.AddResult(op, Token()), copied});
       }
     }
@@ -472,9 +487,9 @@ class StageWriter {
   const Layout& layout_;
   const Exchange exchange_;
   const std::string axis_;
-  const int32_t rank_, count_;
+  const int32_t rank_;
   std::vector<Station> stations_;
-  std::map<ValueId, Life> lives_;  // by root
+  std::map<Key, Life> lives_;
   // Of the phase that is written:
   int32_t here_ = 0;
   Phase phase_;
@@ -493,8 +508,8 @@ class StageWriter {
 }  // namespace
 
 Status WriteStage(Program& program, const Flow& flow, const Layout& layout, const Unlike* unlike, std::string axis,
-                  int32_t rank, int32_t count) {
-  return StageWriter(program, flow, layout, unlike, std::move(axis), rank, count).Run();
+                  int32_t rank) {
+  return StageWriter(program, flow, layout, unlike, std::move(axis), rank).Run();
 }
 
 }  // namespace interlace::stages
