@@ -33,8 +33,7 @@ struct GroupShape {
   bool within_node() const { return nodes == 1; }
 };
 // How a profile names the ranks along axes, and those of a reduction onto replicas: "2", "2/4", "2+2/2"; columns and
-// rows of several axes "2/2x2"
-// (profile_table.h).
+// rows of several axes "2/2x2" (profile_table.h).
 std::string RanksWord(const std::vector<Axis>& mesh, std::string_view axes, std::string_view replicas = "");
 GroupShape GroupShapeOf(const AxisGroup& along, int64_t per_node);
 GroupShape GroupShapeOf(const std::vector<Axis>& mesh, std::string_view axes, int64_t per_node);

@@ -194,9 +194,8 @@ Result<OpCost> CostModel::InRowsAndColumns(Exchange kind, std::string_view axes,
 
 Result<OpCost> CostModel::CollectiveCost(Exchange kind, std::string_view axis, double bytes, int64_t units) {
   const std::string ranks = RanksWord(program_->mesh, axis);
-  const bool exchange = kind == Exchange::kGather || kind == Exchange::kReduce;
-  const bool measured = profile_ != nullptr && profile_->collectives.contains({std::string(ExchangeName(kind)), ranks});
-  if (cluster_.cpu && exchange && !measured && RowOf(program_->mesh, axis) > 0)
+  if (cluster_.cpu && (kind == Exchange::kGather || kind == Exchange::kReduce) && RowOf(program_->mesh, axis) > 0 &&
+      (profile_ == nullptr || !profile_->collectives.contains({std::string(ExchangeName(kind)), ranks})))
     return InRowsAndColumns(kind, axis, bytes, units);
   return Timed(kind, GroupShapeOf(program_->mesh, axis, cluster_.per_node), ranks, bytes, units);
 }

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -140,8 +141,8 @@ LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster, const Lay
   return times;
 }
 
-// What selective recomputation means: this runtime's, torchtitan's and Megatron's.
-constexpr const char* kSelective[] = {"selective", "selective,second", "selective,all"};
+// What selective recomputation keeps (pass recompute): this runtime's, torchtitan's and Megatron's.
+constexpr const char* kSelective[] = {"products", "second", "all"};
 int MeaningOf(const ClusterSpec& cluster) {
   const bool torch = cluster.stack == "eager" || cluster.stack == "compiled" || cluster.stack == "graph";
   return torch ? 1 : cluster.stack == "megatron" ? 2 : 0;
@@ -155,7 +156,7 @@ class Layer {
     const Program& captured = model.programs[static_cast<int>(role)];
     Layer layer;
     layer.role_ = role;
-    INTERLACE_ASSIGN(layer.kept_, Make(captured, "", model, cuts));
+    INTERLACE_ASSIGN(layer.kept_, Make(captured, std::nullopt, model, cuts));
     Program& program = layer.kept_.program;
     for (const Param& param : program.params) {
       INTERLACE_ASSIGN(Dim elements, ElementsOf(program, program.value(param.value).type));
@@ -164,9 +165,10 @@ class Layer {
     }
     if (role != Role::kBlock) return layer;
     for (size_t i = 0; i < layer.selective_.size(); ++i) {
-      INTERLACE_ASSIGN(layer.selective_[i], Make(captured, kSelective[i], model, cuts));
+      const PassOptions selective{{"mode", "selective"}, {"keep", kSelective[i]}};
+      INTERLACE_ASSIGN(layer.selective_[i], Make(captured, selective, model, cuts));
     }
-    INTERLACE_ASSIGN(layer.full_, Make(captured, "full", model, cuts));
+    INTERLACE_ASSIGN(layer.full_, Make(captured, PassOptions{{"mode", "full"}}, model, cuts));
     return layer;
   }
 
@@ -249,13 +251,11 @@ class Layer {
 
  private:
   // `mode` of the pass recompute, "" for none. It runs first: what is run again is cut, gathered and summed again.
-  static Result<Variant> Make(const Program& captured, const std::string& mode, const ModelText& model, bool cuts) {
+  static Result<Variant> Make(const Program& captured, const std::optional<PassOptions>& recompute,
+                              const ModelText& model, bool cuts) {
     Variant out;
     out.program = captured.Clone();
-    const size_t comma = mode.find(',');
-    PassOptions options{{"mode", mode.substr(0, comma)}};
-    if (comma != std::string::npos) options.Set("keep", mode.substr(comma + 1));
-    if (!mode.empty()) INTERLACE_TRY(Recompute(out.program, options));
+    if (recompute) INTERLACE_TRY(Recompute(out.program, *recompute));
     if (cuts) INTERLACE_TRY(CutForTensorParallel(out.program, model));
     INTERLACE_ASSIGN(out.memory, MemoryOfLayer(out.program));
     return out;

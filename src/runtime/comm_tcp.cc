@@ -77,17 +77,14 @@ class TcpComm final : public Comm {
   Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
                              std::string label) override {
     INTERLACE_TRY(Check(CommKind::kGather, shards, fulls, label));
-    const std::vector<TypedSpan> from = EachOf(shards, BytesOf), to = EachOf(fulls, BytesOf);
-    Result<Ticket> ticket = Rows() ? collectives_.StartGather(from, to, whole_, std::move(label))
-                                   : collectives_.StartGather(from, to, std::move(label));
+    Result<Ticket> ticket =
+        collectives_.StartGather(EachOf(shards, BytesOf), EachOf(fulls, BytesOf), whole_, std::move(label));
     return Keep(std::move(ticket), {std::move(shards), std::move(fulls), {}});
   }
   Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
                              std::string label) override {
     INTERLACE_TRY(Check(CommKind::kReduce, flats, shards, label));
-    const std::vector<TypedSpan> targets = EachOf(shards, NumbersOf);
-    const int64_t receive = Rows() ? Collectives::GridScatterBytes(whole_, targets)
-                                   : Collectives::ReceiveBytes(static_cast<int>(spec_.size), targets);
+    const int64_t receive = Collectives::GridScatterBytes(whole_, EachOf(shards, NumbersOf));
     return Reduce(std::move(flats), std::move(shards), whole_, receive, std::move(label));
   }
   Result<Ticket> StartGridReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, const RankGrid& grid,
@@ -146,9 +143,6 @@ class TcpComm final : public Comm {
   }
 
  private:
-  // Whether there are rows, beside which gathers and reductions have columns to go along.
-  bool Rows() const { return whole_.across.size() > 1; }
-
   struct Receive {
     at::Tensor tensor;
     bool offered = false;  // it is the caller's

@@ -127,33 +127,19 @@ Error Collectives::Misfit(const Open& open, const std::string& what) const {
 
 Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, const std::vector<TypedSpan>& fulls,
                                         std::string label) {
-  auto open = std::make_unique<Open>();
-  open->operation = {.label = std::move(label), .kind = kGather, .rounds = std::vector<Round>(1)};
-  Round& round = open->operation.rounds[0];
-  if (shards.size() != fulls.size()) return Misfit(*open, "as many shards as full buffers are needed");
-  for (size_t i = 0; i < shards.size(); ++i) {
-    const int64_t elements = shards[i].elements;
-    if (fulls[i].elements != elements * group().size() || fulls[i].dtype != shards[i].dtype)
-      return Misfit(*open, "the full buffer does not have the elements of all shards");
-    for (int rank = 0; rank < group().size(); ++rank) {
-      const TypedSpan place = Part(fulls[i], rank * elements, elements);
-      if (rank == group().index) {
-        open->copies.push_back({shards[i].data, place.data, place.bytes()});
-      } else {
-        round.sends.push_back(PeerSpanOf(rank, shards[i]));
-        round.receives.push_back(PeerSpanOf(rank, place));
-      }
-    }
-  }
-  return Start(std::move(open));
+  return StartGather(shards, fulls, {AllOf(group()), {group().index}}, std::move(label));
 }
 
 Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, const std::vector<TypedSpan>& fulls,
                                         const RankGrid& grid, std::string label) {
   const int self = group().index;
   auto open = std::make_unique<Open>();
-  open->operation = {.label = std::move(label), .kind = kGather, .everyone = false, .rounds = std::vector<Round>(2)};
-  Round &along_column = open->operation.rounds[0], &along_row = open->operation.rounds[1];
+  const bool columns = grid.across.size() > 1;
+  open->operation = {.label = std::move(label),
+                     .kind = kGather,
+                     .everyone = !columns,
+                     .rounds = std::vector<Round>(columns ? 2 : 1)};
+  Round &along_column = open->operation.rounds.front(), &along_row = open->operation.rounds.back();
   if (shards.size() != fulls.size()) return Misfit(*open, "as many shards as full buffers are needed");
   for (size_t i = 0; i < shards.size(); ++i) {
     const int64_t elements = shards[i].elements;

@@ -69,7 +69,7 @@ class Collectives {
   // Full i is [size * shard i] and receives rank r's shard at r * shard i; shard i may already lie at its own place.
   Result<Ticket> StartGather(const std::vector<TypedSpan>& shards, const std::vector<TypedSpan>& fulls,
                              std::string label);
-  // The same along the columns of a grid that has all ranks, then along its rows.
+  // The same along the columns of a grid that has all ranks, then along its rows; of one row, all at once.
   Result<Ticket> StartGather(const std::vector<TypedSpan>& shards, const std::vector<TypedSpan>& fulls,
                              const RankGrid& grid, std::string label);
   // Shard i = the sum of the ranks' flat i at [rank * shard i]; it may be the own part of flat i. `receive`: memory of

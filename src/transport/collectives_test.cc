@@ -302,6 +302,14 @@ TEST(Collectives, ABucketGivesTheBitsOfEachAlone) {
   });
 }
 
+// That of a rank among so many rows and columns.
+RankGrid GridOf(int rank, int rows, int columns) {
+  RankGrid grid;
+  for (int i = 0; i < columns; ++i) grid.within.push_back(rank / columns * columns + i);
+  for (int i = 0; i < rows; ++i) grid.across.push_back(i * columns + rank % columns);
+  return grid;
+}
+
 // Rows are summed in rank order, then the sums of the rows; while gathers and other reductions of the rows go on.
 TEST(Collectives, AGridAddsUpItsRowsAndThenTheirSums) {
   struct Shape {
@@ -313,10 +321,8 @@ TEST(Collectives, AGridAddsUpItsRowsAndThenTheirSums) {
     const auto meshes = MeshesOf("replica,dp", RanksTo(size));
     OnEachRank(size, [&](int rank) {
       Collectives group(meshes[rank], 30);
-      RankGrid grid;
-      const int row = rank / shape.columns, column = rank % shape.columns;
-      for (int i = 0; i < shape.columns; ++i) grid.within.push_back(row * shape.columns + i);
-      for (int i = 0; i < shape.rows; ++i) grid.across.push_back(i * shape.columns + column);
+      const RankGrid grid = GridOf(rank, shape.rows, shape.columns);
+      const int column = rank % shape.columns;
       std::vector<Ticket> tickets;
       std::vector<Bytes> flats, shards, receives, expected;
       for (int round = 0; round < 6; ++round) {
@@ -360,9 +366,7 @@ TEST(Collectives, AGridOfShardsSendsItsOwnColumnBetweenRows) {
     const auto meshes = MeshesOf("replica,dp", RanksTo(size));
     OnEachRank(size, [&](int rank) {
       Collectives group(meshes[rank], 30);
-      RankGrid grid;
-      for (int i = 0; i < shape.columns; ++i) grid.within.push_back(rank / shape.columns * shape.columns + i);
-      for (int i = 0; i < shape.rows; ++i) grid.across.push_back(i * shape.columns + rank % shape.columns);
+      const RankGrid grid = GridOf(rank, shape.rows, shape.columns);
       std::vector<Ticket> tickets;
       std::vector<Bytes> flats, shards, receives, fulls, sums, all;
       for (int round = 0; round < 6; ++round) {

@@ -114,7 +114,12 @@ def test_schedulers_and_hooks_of_torch_work_and_do_not_warn() -> None:
     theirs = copy.deepcopy(model)
     opt, their_opt = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
     calls: list[str] = []
-    opt.register_step_pre_hook(lambda *_: calls.append("before"))
+
+    def before(*_: object) -> None:
+        with torch.no_grad():
+            calls.append("before")
+
+    opt.register_step_pre_hook(before)
     opt.register_step_post_hook(lambda *_: calls.append("after"))
     trainer = interlace.compile(model, opt, zoo.class_loss, zoo.images(4, 0))
     with warnings.catch_warnings():

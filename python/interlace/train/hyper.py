@@ -28,6 +28,10 @@ def uses_momentum(optimizer: torch.optim.Optimizer) -> bool:
     return any(type(m) is not torch.optim.SGD or any(g["momentum"] != 0 for g in m.param_groups) for m in members_of(optimizer))
 
 
+# Names that have "grad" in them and read none.
+_OF_GRAD_MODE = {"no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad", "requires_grad_", "zero_grad"}
+
+
 @dataclasses.dataclass
 class _Piloted:
     """An optimizer whose own Python gives the numbers of its groups."""
@@ -187,7 +191,7 @@ class Hyper:
                 if number in self.not_run:
                     continue
                 code = getattr(hook, "__code__", getattr(getattr(hook, "__func__", None), "__code__", None))
-                if code is not None and any("grad" in name for name in mentions(code)):
+                if code is not None and any("grad" in name for name in mentions(code) - _OF_GRAD_MODE):
                     raise InterlaceError(
                         f"{code.co_filename}:{code.co_firstlineno}: this hook before the optimizer's step reads gradients, which are in the "
                         "program (p.grad is None); Config(clip_norm=...) clips them, and a hook on the loss's inputs can change them"
