@@ -233,6 +233,24 @@ const PassInfo* FindPass(std::string_view name) {
   return nullptr;
 }
 
+namespace {
+
+std::string_view Form(OptionKind kind) {
+  switch (kind) {
+    case OptionKind::kCount: return "N";
+    case OptionKind::kPositiveOrNone: return "X|none";
+    case OptionKind::kChoice: break;  // its choices are listed
+    case OptionKind::kName: return "NAME";
+    case OptionKind::kAxes: return "AXIS+AXIS";
+    case OptionKind::kText: return "TEXT";
+    case OptionKind::kBytes: return "BYTES|none";
+    case OptionKind::kNumber: return "X";
+  }
+  return "";
+}
+
+}  // namespace
+
 std::string PassTableText() {
   std::ostringstream out;
   for (const PassInfo& pass : PassTable()) {
@@ -242,8 +260,7 @@ std::string PassTableText() {
       if (option.kind == OptionKind::kChoice) {
         for (size_t i = 0; i < option.choices.size(); ++i) out << (i ? "|" : "") << option.choices[i];
       } else {
-        static constexpr std::string_view kForms[] = {"N", "X|none", "", "NAME", "TEXT", "BYTES|none", "X"};  // by kind
-        out << kForms[static_cast<size_t>(option.kind)];
+        out << Form(option.kind);
       }
       out << "  " << option.help << (option.missing.empty() ? " (required" : " (default ") << option.missing << ")\n";
     }
