@@ -260,7 +260,8 @@ class SoftGroup final : public c10d::Backend {
     if (Pace* pace = Engine::Get().pace()) {
       pace->Meet(stream, meeting.key, meeting.size, meeting.form);
     } else {
-      Engine::Get().EnqueueEach(stream, name, std::move(touched), [make, name, limit = timeout_ms_, failure = failure_]() -> Run {
+      Engine::Get().EnqueueEach(stream, name, std::move(touched),
+                                [make, name, limit = timeout_ms_, failure = failure_]() -> Run {
         return [run = make(), name, limit, failure, issued = NowMs()] {
           if (failure->Ends() || run()) return true;
           if (NowMs() - issued < limit) return false;
@@ -270,7 +271,8 @@ class SoftGroup final : public c10d::Backend {
       });
     }
     Engine::Get().Record(over, stream);
-    return c10::make_intrusive<SoftWork>(over, failure_, std::move(kept), std::move(results), name == std::string("reduce_scatter"));
+    return c10::make_intrusive<SoftWork>(over, failure_, std::move(kept), std::move(results),
+                                         name == std::string("reduce_scatter"));
   }
 
   void CheckTensor(const char* name, const at::Tensor& t) {

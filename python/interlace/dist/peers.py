@@ -22,6 +22,7 @@ import json
 import os
 import re
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,6 +90,8 @@ class Peers:
             # Every rank makes its trainers in the same order, so its own count names the trainer.
             count = store.add(f"interlace/trainers/{self.rank}", 1)
             self._store = dist.PrefixStore(f"interlace/{count}", store)
+            if device.type != "cpu":
+                weakref.finalize(self, _ended_well, self._store, self.rank)
         # Where a rank lies on the mesh, in words: "stage 1 of pp, dp 0"; "" while there is no mesh.
         self.locate: Callable[[int], str] = lambda rank: ""
         self.groups = Groups(device, self.rank, self.size, timeout_s)
@@ -327,6 +330,13 @@ class Peers:
 
 def _gone(ranks: list[int]) -> PeerError:
     return PeerError(f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} lost: process ended or host cut off", ranks[0])
+
+
+def _ended_well(store: Any, rank: int) -> None:
+    """At the end of a process, or of a trainer that nobody closed: a rank that ends before others is not one that was lost."""
+    with contextlib.suppress(Exception):
+        if not any(store.check([f"{word}/{rank}"]) for word in ("failed", "lost")):
+            store.set(f"failed/{rank}", "it ended while others went on")
 
 
 def _no_store(error: RuntimeError) -> PeerError:
