@@ -78,3 +78,11 @@ def test_a_config_is_frozen_and_goes_through_a_dict() -> None:
     assert Config.from_dict(config.to_dict()) == config
     with pytest.raises(AttributeError):
         config.seed = 3  # type: ignore[misc]
+
+
+def test_fewer_micro_batches_than_stages_are_said_with_what_they_cost() -> None:
+    assert Config(mesh={"pp": 4, "dp": 2}, accumulation=2).few_micro_batches == (
+        "accumulation=2 gives fewer micro-batches than the 4 stages of the pipeline: each stage stands still for about 60 % of a step, "
+        "with accumulation=16 for about 16 %"
+    )
+    assert Config(mesh={"pp": 4, "dp": 2}, accumulation=4).few_micro_batches == Config(accumulation=1).few_micro_batches == ""

@@ -269,6 +269,18 @@ class Config:
             raise ConfigError("debug runs a step op by op on all ranks, which stages of a pipeline are not; leave axis pp out for that")
 
     @property
+    def few_micro_batches(self) -> str:
+        """What it costs that stages have less than a micro-batch each; empty: they have one."""
+        stages, given = self.stage_ranks, self.accumulation
+        if stages <= given or self.passes is not None:
+            return ""
+        idle = [(stages - 1) / (n + stages - 1) for n in (given, 4 * stages)]  # of a step, in which one after the other fills and drains
+        return (
+            f"accumulation={given} gives fewer micro-batches than the {stages} stages of the pipeline: each stage stands still for about "
+            f"{100 * idle[0]:.0f} % of a step, with accumulation={4 * stages} for about {100 * idle[1]:.0f} %"
+        )
+
+    @property
     def axes(self) -> Mesh | None:
         """The mesh, or where passes replaces it the one that is declared there; None: all ranks on dp."""
         found = re.search(r"\bmesh\(axes=([\w:+]+)\)", self.passes or "")

@@ -74,6 +74,8 @@ def compile(
     check_streams(device)
     peers = Peers(device, config.timeout_s)
     peers.locate = lambda rank: config.where(rank, peers.size)
+    if peers.rank == 0 and config.few_micro_batches:
+        log.warning("%s", config.few_micro_batches)
     try:
         with peers.guard():
             begin = time.monotonic()
