@@ -156,10 +156,10 @@ Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, 
   return out;
 }
 
-Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, int64_t ranks,
-                                          int64_t chunks, CostModel& model) {
+Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, const Deal& deal,
+                                          CostModel& model) {
   const std::vector<Border> all = BordersOf(program, flow);
-  if (at == "auto") return BalancedBorders(all, flow, model, ranks * chunks);
+  if (at == "auto") return BalancedBorders(all, flow, model, deal.Stages());
   if (at == "model") {
     const std::string* text = program.Meta("stages");
     if (text == nullptr)
@@ -169,10 +169,10 @@ Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& fl
   std::vector<std::string> names;
   for (std::string_view name : Split(at, '+')) names.emplace_back(name);
   if (at.empty()) names.clear();
-  if (static_cast<int64_t>(names.size()) != ranks * chunks - 1) {
+  if (static_cast<int64_t>(names.size()) != deal.Stages() - 1) {
     return MakeError(names.size(), names.size() == 1 ? " border makes " : " borders make ", names.size() + 1,
-                     " stages, and ", ranks, " ranks with ", chunks, chunks == 1 ? " stage" : " stages",
-                     " each need ", ranks * chunks - 1);
+                     " stages, and ", deal.ranks, " ranks with ", deal.chunks, deal.chunks == 1 ? " stage" : " stages",
+                     " each need ", deal.Stages() - 1);
   }
   return NamedBorders(all, names);
 }

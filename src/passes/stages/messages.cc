@@ -39,7 +39,10 @@ class Planner {
       }
       INTERLACE_TRY(CheckWrites(i));
     }
-    for (const auto& [root, places] : uses) INTERLACE_TRY(Send(root, places));
+    for (const auto& [root, places] : uses) {
+      INTERLACE_TRY(Send(root, places));
+      if (layout_.deal.v && flow_.DefOf(root) >= 0) INTERLACE_TRY(CheckChunks(root, places));
+    }
     std::stable_sort(layout_.messages.begin(), layout_.messages.end(), [](const Message& a, const Message& b) {
       return a.after != b.after ? a.after < b.after : a.root < b.root;
     });
@@ -118,6 +121,21 @@ class Planner {
         if (soon || layout_.stage[from] != stage) needed[root] = 1;
       }
     }
+  }
+
+  // A storage goes from place to place in one order; gradients of weights of one stage and backward parts of another of
+  // the same rank run in any.
+  Status CheckChunks(ValueId root, const std::vector<Station>& uses) const {
+    for (const Station& late : uses) {
+      for (const Station& other : uses) {
+        if (late.turn != Turn::kWeights || other.turn == Turn::kForward || late.stage == other.stage ||
+            layout_.RankOf(late.stage) != layout_.RankOf(other.stage))
+          continue;
+        return MakeError("%", root, " is needed for gradients by stages ", other.stage, " and ", late.stage,
+                         " of one rank, whose runs come in any order; choose other borders, or one stage a rank");
+      }
+    }
+    return Ok{};
   }
 
   Status CheckWrites(int32_t index) const {
@@ -219,10 +237,9 @@ std::vector<ValueId> CrossingRoots(const Program& program, const Layout& layout)
   return roots;
 }
 
-Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, int64_t ranks,
-                          bool split) {
+Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, Deal deal, bool split) {
   Layout layout;
-  layout.ranks = ranks;
+  layout.deal = deal;
   layout.stage = std::move(stage);
   INTERLACE_TRY(Planner(program, flow, layout).Run(split));
   return layout;
