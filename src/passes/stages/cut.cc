@@ -200,6 +200,10 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(CostModel cost_model, costs.Model(program));
   INTERLACE_ASSIGN(const std::string how, options.Choice("deal", {"turns", "v", "auto"}));
+  if (how == "v" && chunks != 2)
+    return MakeError("deal=v gives each rank two stages, not ", chunks, "; write chunks=2");
+  if (how != "turns" && unlike)
+    return MakeError("deal=", how, " gives ranks two stages, which needs stages with as many ranks each");
   const Dealing dealing{program, flow, cost_model, costs, axis, backward == "split", micro_batches};
   const std::string at = options.Text("at", "auto");
   INTERLACE_ASSIGN(const Dealt dealt,
@@ -221,7 +225,7 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   }
   // Of stages with unlike ranks the first that is made tells the others.
   if (dealt.measured && program.Meta("stages.times") == nullptr) stages::WritePipe(program, dealt.measured->pipe);
-  if (layout.deal.v) program.SetMeta("stages.deal", "v");
+  stages::WriteDeal(program, layout);
   if (!recut) program.stage = StageOf{axis, rank};
   program.Compact();
   return true;

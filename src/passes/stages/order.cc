@@ -24,15 +24,22 @@ bool OnlyWaits(const Program& program, const Phase& phase) {
   return !phase.ops.empty() && std::all_of(phase.ops.begin(), phase.ops.end(),
                                            [&](OpId id) { return program.op(id).kind == OpKind::kSendWait; });
 }
-// By place on a micro-batch's path: the phase that waits for what was sent there.
-std::map<int64_t, const Phase*> ByPlace(const std::vector<const Phase*>& waits, const std::vector<const Phase*>& path) {
+// By place of a backward part on a micro-batch's path: the phase that waits for what was sent there. A storage that two
+// of a rank's stages send or read is waited for behind the last of them.
+std::map<int64_t, const Phase*> ByPlace(const std::vector<const Phase*>& waits, const std::vector<const Phase*>& path,
+                                        int64_t chunks) {
   std::map<int64_t, const Phase*> out;
   for (const Phase* wait : waits) {
-    for (size_t at = 0; at < path.size() && !wait->loads.empty(); ++at) {
+    int64_t place = -1;
+    for (size_t at = 0; at < path.size(); ++at) {
       for (const Carried& save : path[at]->saves) {
-        if (save.name == wait->loads[0].name) out[static_cast<int64_t>(at)] = wait;
+        const bool waited = std::any_of(wait->loads.begin(), wait->loads.end(),
+                                        [&](const Carried& load) { return load.name == save.name; });
+        const auto index = static_cast<int64_t>(at);  // gradients of weights stand behind all backward parts
+        if (waited) place = std::max(place, index < 2 * chunks ? index : index - chunks);
       }
     }
+    if (place >= 0) out[place] = wait;
   }
   return out;
 }
@@ -74,7 +81,7 @@ Result<bool> Order(Program& program, const PassOptions& options) {
   }
   INTERLACE_ASSIGN(const std::vector<stages::Run> runs, stages::RunsOf(schedule, shape, pipe));
   std::vector<std::map<int64_t, const Phase*>> sent;  // by micro-batch
-  for (size_t m = 0; m < path.size(); ++m) sent.push_back(ByPlace(waits[m], path[m]));
+  for (size_t m = 0; m < path.size(); ++m) sent.push_back(ByPlace(waits[m], path[m], chunks));
   std::vector<OrderEntry> order = std::move(head);
   for (const stages::Run& run : runs) {
     int64_t at = run.chunk;

@@ -22,7 +22,7 @@ struct Counts {
 // What stands in the way of a cut, said before anything runs.
 bool IsRefusal(const Error& error) {
   for (const char* known : {"cannot be cut into", "nothing to train", "choose other borders", "choose another border",
-                            "leave it to one", "come in any order", "leaves gaps in memory", "needs as many of both"}) {
+                            "leave it to one", "leaves gaps in memory", "needs as many of both"}) {
     if (error.message.find(known) != std::string::npos) return true;
   }
   return false;

@@ -195,16 +195,21 @@ std::vector<Run> WithWaits(const Lists& lists, const Pipe& pipe, size_t rank) {
   for (size_t i = 0; i <= lists[rank].size(); ++i) {
     const int64_t now = i < lists[rank].size() ? how.start[rank][i] : kUnknown;
     std::erase_if(waits, [&](const auto& wait) {
-      if (wait.first <= now) out.push_back(wait.second);
-      return wait.first <= now;
+      const bool due =
+          pipe.deal.v ? wait.first < now : wait.first <= now;  // of two at once each may wait for the other
+      if (due) out.push_back(wait.second);
+      return due;
     });
     if (i == lists[rank].size()) break;
     const Run& run = lists[rank][i];
     out.push_back(run);
     const int64_t stage = pipe.deal.StageOf(static_cast<int64_t>(rank), run.chunk);
+    // The first stage sends nothing, but may have what another of its rank has sent.
+    if (stage == 0 && run.turn == Turn::kBackward) out.push_back({Turn::kSent, run.chunk, run.micro_batch});
     if (run.turn != Turn::kWeights) continue;
-    const auto before = static_cast<size_t>(pipe.deal.RankOf(stage - 1));
-    const Run taker{Turn::kBackward, pipe.deal.ChunkOf(stage - 1), run.micro_batch};
+    const int64_t by = pipe.TakerOf(stage);
+    const auto before = static_cast<size_t>(pipe.deal.RankOf(by));
+    const Run taker{Turn::kBackward, pipe.deal.ChunkOf(by), run.micro_batch};
     const auto at = std::find(lists[before].begin(), lists[before].end(), taker) - lists[before].begin();
     waits.emplace_back(how.start[before][static_cast<size_t>(at)] + pipe.times[static_cast<size_t>(stage - 1)].message,
                        Run{Turn::kSent, run.chunk, run.micro_batch});

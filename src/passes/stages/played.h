@@ -75,7 +75,7 @@ struct Played {
 // Runs the lists, each run as soon as its rank is free and what it needs is there. When the last one ends; -1: never.
 int64_t Play(const Lists& runs, const Pipe& pipe, Played* how = nullptr);
 
-// A rank's list with a wait for what each B sent: behind its W, and where the stage before has begun to take it.
+// A rank's list with a wait for what each B sent: behind its W, and where the last stage that takes it has begun to.
 std::vector<Run> WithWaits(const Lists& lists, const Pipe& pipe, size_t rank);
 
 // Runs that others wait for change places, many times. With the end of the best. Deterministic. No rank holds more than

@@ -54,7 +54,8 @@ std::vector<Run> WithWaits(const std::vector<Run>& runs, const Shape& shape, siz
     const Run& run = runs[i];
     out.push_back(run);
     for (; !waits.empty() && waits.front().first <= i; waits.pop_front()) out.push_back(waits.front().second);
-    if (run.turn == (shape.split ? Turn::kWeights : Turn::kBackward) && shape.deal.StageOf(shape.rank, run.chunk) > 0)
+    const bool weights = shape.split && HasWeights(shape.deal.StageOf(shape.rank, run.chunk));
+    if (run.turn == (weights ? Turn::kWeights : Turn::kBackward))
       waits.emplace_back(i + late, Run{Turn::kSent, run.chunk, run.micro_batch});
   }
   for (const auto& [behind, wait] : waits) out.push_back(wait);
@@ -96,7 +97,7 @@ Result<std::vector<Run>> ListOf(std::string_view schedule, const Shape& shape, c
     return WithWeights(InTurns(shape, warm), shape);
   }
   if (schedule == "zero_bubble" || schedule == "v") {
-    Pipe equal{shape.deal, std::vector<StageTime>(static_cast<size_t>(shape.deal.Stages())), {}};
+    const Pipe equal{shape.deal, std::vector<StageTime>(static_cast<size_t>(shape.deal.Stages())), {}, pipe.takers};
     const Lists lists =
         shape.deal.v ? Filled(equal, shape.micro_batches, 0) : ListSchedule(equal, shape.micro_batches, {});
     return WithWaits(lists, equal, rank);

@@ -42,6 +42,9 @@ struct Pipe {
   Deal deal;
   std::vector<StageTime> times;  // by stage
   std::vector<int64_t> room;     // by rank: bytes of micro-batches at most; empty: as many as 1F1B's first stage
+  // By stage: the last one that takes what its backward part sends. Empty: the one before it.
+  std::vector<int64_t> takers = {};
+  int64_t TakerOf(int64_t stage) const { return takers.empty() ? stage - 1 : takers[static_cast<size_t>(stage)]; }
   int64_t RoomOf(size_t rank) const { return room.empty() ? deal.Stages() : room[rank]; }
   // Without room each counts as one.
   StageTime BytesOf(int64_t stage) const { return room.empty() ? StageTime() : times[static_cast<size_t>(stage)]; }
@@ -55,10 +58,10 @@ struct Shape {
   bool split = false;  // W apart from B, but on the first stage
 };
 
-// `pipe`: for "auto" only. Where what a B sent is waited for (S) stands behind the run that follows it or its W; with
-// several stages a rank it stands later, since another chunk of the rank it goes to may have its turn first, and in
-// lists that are made by running all ranks where that rank has begun to take it.
-// Error: a schedule that does not go with the shape, and which does.
+// `pipe`: for "auto"; its takers for "v", too. Where what a B sent is waited for (S) stands behind the run that follows
+// it or its W; with several stages a rank it stands later, since another chunk of the rank it goes to may have its turn
+// first, and in lists that are made by running all ranks where that rank has begun to take it (Pipe::takers). Error: a
+// schedule that does not go with the shape, and which does.
 Result<std::vector<Run>> RunsOf(std::string_view schedule, const Shape& shape, const Pipe& pipe);
 // Each W right behind its B where the shape is split.
 std::vector<Run> OneForwardOneBackward(const Shape& shape);

@@ -9,7 +9,24 @@ namespace interlace::stages {
 
 StageLives::StageLives(const Program& program, const Flow& flow, const Layout& layout, int32_t rank)
     : program_(program), flow_(flow), layout_(layout), rank_(rank) {
+  FindLast();
   FindPlaces();
+}
+
+void StageLives::FindLast() {
+  const auto add = [&](ValueId id, int32_t stage) {
+    if (stage < 0 || !IsHere(stage)) return;
+    int32_t& last = last_.try_emplace(program_.RootOf(id), stage).first->second;
+    last = std::min(last, stage);
+  };
+  for (int32_t i = flow_.first_backward(); i < flow_.size(); ++i) {
+    for (ValueId root : flow_.Needs(i)) add(root, layout_.stage[i]);
+  }
+  for (const auto& [grad, parts] : layout_.gradients) {
+    for (const GradPart& part : parts) {
+      for (ValueId id : part.values) add(id, part.place.stage);
+    }
+  }
 }
 
 void StageLives::FindPlaces() {
@@ -25,7 +42,7 @@ void StageLives::FindPlaces() {
   for (const Message& message : layout_.messages) {
     add(message.from);
     add(message.to);
-    if (message.from.turn == Turn::kBackward) add({message.from.stage, Turn::kSent});
+    if (message.from.turn == Turn::kBackward && IsHere(message.from.stage)) add(WaitsAt(message));
   }
   std::sort(places_.begin(), places_.end(), Before);
 }
@@ -49,9 +66,14 @@ const GradPart* StageLives::PartAt(int32_t index, const Station& place) const {
   return nullptr;
 }
 
+Station StageLives::WaitsAt(const Message& message) const {
+  if (message.from.turn == Turn::kForward) return {message.from.stage, Turn::kBackward};
+  const auto last = last_.find(message.root);
+  return {last == last_.end() ? message.from.stage : std::min(last->second, message.from.stage), Turn::kSent};
+}
+
 int32_t StageLives::WaitedAt(const Message& message) const {
-  const Turn turn = message.from.turn == Turn::kForward ? Turn::kBackward : Turn::kSent;
-  return std::max(IndexOf(message.from), IndexOf({message.from.stage, turn}));
+  return std::max(IndexOf(message.from), IndexOf(WaitsAt(message)));
 }
 
 StageLives::Key StageLives::KeyOf(ValueId root, int32_t place) const {

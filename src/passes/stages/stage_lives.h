@@ -46,11 +46,13 @@ class StageLives {
   const Life* Received(ValueId root) const;
   // What this rank adds to the shared gradient of op `index` at a place; nullptr: nothing.
   const GradPart* PartAt(int32_t index, const Station& place) const;
-  // The place where a message that is sent is waited for.
+  // The place where a message that is sent is waited for: behind the last that may need its storage.
   int32_t WaitedAt(const Message& message) const;
 
  private:
+  void FindLast();
   void FindPlaces();
+  Station WaitsAt(const Message& message) const;
   void FindAt(int32_t place);
   void Want(ValueId root, int32_t place);
   Key KeyOf(ValueId root, int32_t place) const;
@@ -60,6 +62,7 @@ class StageLives {
   const Flow& flow_;
   const Layout& layout_;
   const int32_t rank_;
+  std::map<ValueId, int32_t> last_;  // by root: of this rank's stages the last one whose backward part has it
   std::vector<Station> places_;
   std::map<Key, Life> lives_;
 };

@@ -186,6 +186,26 @@ void WritePipe(Program& program, const Pipe& pipe) {
   if (!room.empty()) program.SetMeta("stages.room", room);
 }
 
+void WriteDeal(Program& program, const Layout& layout) {
+  if (!layout.deal.v) return;
+  program.SetMeta("stages.deal", "v");
+  std::vector<int64_t> takers;
+  for (int64_t stage = 0; stage < layout.deal.Stages(); ++stage) takers.push_back(std::max<int64_t>(stage - 1, 0));
+  bool further = false;
+  for (const Message& message : layout.messages) {
+    if (message.from.turn != Turn::kBackward) continue;
+    // A storage that the rank's other stage has, too, may be waited for behind that one.
+    for (int64_t stage = message.to.stage + 1; stage <= message.from.stage; ++stage) {
+      if (layout.deal.RankOf(stage) != layout.deal.RankOf(message.from.stage) || takers[stage] <= message.to.stage)
+        continue;
+      takers[stage] = message.to.stage, further = true;
+    }
+  }
+  std::string text;
+  for (const int64_t taker : takers) text += (text.empty() ? "" : ",") + std::to_string(taker);
+  if (further) program.SetMeta("stages.takers", text);
+}
+
 Result<Pipe> ReadPipe(const Program& program, int64_t ranks, int64_t chunks) {
   Pipe out;
   out.deal = {ranks, chunks, program.Meta("stages.deal") != nullptr && *program.Meta("stages.deal") == "v"};
@@ -200,6 +220,14 @@ Result<Pipe> ReadPipe(const Program& program, int64_t ranks, int64_t chunks) {
     INTERLACE_ASSIGN(out.room, Numbers(*text, "stages.room"));
     if (static_cast<int64_t>(out.room.size()) != ranks)
       return MakeError("meta \"stages.room\" has ", out.room.size(), " numbers for ", ranks, " ranks");
+  }
+  if (const std::string* text = program.Meta("stages.takers"); text != nullptr) {
+    INTERLACE_ASSIGN(out.takers, Numbers(*text, "stages.takers"));
+    for (size_t stage = 0; stage < out.takers.size(); ++stage) {
+      const bool before = out.takers[stage] < static_cast<int64_t>(std::max<size_t>(stage, 1));
+      if (static_cast<int64_t>(out.takers.size()) != out.deal.Stages() || !before)
+        return MakeError("meta \"stages.takers\" names no stage before each of ", out.deal.Stages());
+    }
   }
   return out;
 }

@@ -27,8 +27,11 @@ Result<Measured> Measure(const Program& program, const Flow& flow, const Layout&
 // `data` ranks.
 std::vector<int64_t> RoomOf1F1B(const Measured& plain, const Measured& of, int64_t micro_batches, int64_t data);
 
-// The meta lines "stages.times", "stages.room" and "stages.deal", from which `order` has it.
+// The meta lines "stages.times" and "stages.room", from which `order` has it.
 void WritePipe(Program& program, const Pipe& pipe);
+// Of stages dealt as a V: "stages.deal" and, where a backward part sends to another stage than the one before,
+// "stages.takers".
+void WriteDeal(Program& program, const Layout& layout);
 // Error: not what WritePipe writes. Without such lines no times.
 Result<Pipe> ReadPipe(const Program& program, int64_t ranks, int64_t chunks);
 
