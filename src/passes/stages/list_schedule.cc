@@ -162,8 +162,12 @@ Lists FindFastest(const Pipe& pipe, int64_t micro_batches) {
   };
   if (pipe.deal.v) {
     const std::vector<int64_t> none(static_cast<size_t>(pipe.deal.ranks), 0);
-    consider(Filled({pipe.deal, pipe.times, none}, micro_batches, 0));
-    for (const double worth : {0.0, 0.25, 0.5, 1.0}) consider(Filled(pipe, micro_batches, worth));
+    for (Less less; less.late < std::min<int64_t>(pipe.deal.ranks, 4) && !fits; ++less.late) {
+      for (less.fewer = 0; less.fewer < pipe.deal.ranks; ++less.fewer) {
+        consider(Filled({pipe.deal, pipe.times, none}, micro_batches, 0, less));
+        for (const double worth : {0.0, 0.25, 0.5, 1.0}) consider(Filled(pipe, micro_batches, worth, less));
+      }
+    }
     return Annealed(std::move(best), pipe).first;
   }
   Lists first;
@@ -184,10 +188,10 @@ Lists ListSchedule(const Pipe& pipe, int64_t micro_batches, const ListOptions& o
   return ListScheduler(pipe, micro_batches, options).Take();
 }
 
-Lists Filled(const Pipe& pipe, int64_t micro_batches, double worth) {
+Lists Filled(const Pipe& pipe, int64_t micro_batches, double worth, const Less& less) {
   Lists lists;
   for (int64_t rank = 0; rank < pipe.deal.ranks; ++rank)
-    lists.push_back(ThereAndBack(pipe.deal.ranks, rank, micro_batches));
+    lists.push_back(ThereAndBack(pipe.deal.ranks, rank, micro_batches, less));
   Lists found = Filler(pipe, lists, micro_batches, worth, /*strict=*/true).Take();
   size_t runs = 0;
   for (const std::vector<Run>& list : found) runs += list.size();

@@ -23,7 +23,7 @@ struct ListOptions {
 // One stage a rank; the first has no gradients of weights apart.
 Lists ListSchedule(const Pipe& pipe, int64_t micro_batches, const ListOptions& options);
 // Dealt as a V.
-Lists Filled(const Pipe& pipe, int64_t micro_batches, double worth);
+Lists Filled(const Pipe& pipe, int64_t micro_batches, double worth, const Less& less = {});
 // The one that ends first of 1F1B (one stage a rank) with gradients of weights behind their backward parts and of list
 // schedules, annealed: runs that others wait for change places. None holds more bytes on a rank than there is room for,
 // but where 1F1B or all that there is does. The last few that were asked for are remembered: all stages ask the same.

@@ -118,16 +118,20 @@ std::vector<Run> OneForwardOneBackward(const Shape& shape) {
 }
 
 // PyTorch's torch.distributed.pipelining has the same pattern.
-std::vector<Run> ThereAndBack(int64_t ranks, int64_t rank, int64_t micro_batches) {
+std::vector<Run> ThereAndBack(int64_t ranks, int64_t rank, int64_t micro_batches, const Less& less) {
   std::array<int64_t, 2> forward = {0, 0}, backward = {0, 0};
   std::vector<Run> out;
   const auto add = [&](Turn turn, int32_t chunk) {
     int64_t& next = (turn == Turn::kForward ? forward : backward)[static_cast<size_t>(chunk)];
     if (next < micro_batches) out.push_back({turn, chunk, next++});
   };
-  for (int64_t i = 0; i < 2 * (ranks - rank) - 1; ++i) add(Turn::kForward, 0);
-  for (int64_t i = 0; i < rank; ++i) add(Turn::kForward, 1), add(Turn::kForward, 0);
-  for (int64_t i = 0; i < ranks - rank; ++i) add(Turn::kForward, 1), add(Turn::kBackward, 1);
+  const int64_t least = ranks - rank, late = std::min(less.late, rank);  // what the second chunk needs before B begins
+  for (int64_t i = 0; i < std::max(2 * least - 1 - less.fewer, least); ++i) add(Turn::kForward, 0);
+  for (int64_t i = 0; i < rank - late; ++i) add(Turn::kForward, 1), add(Turn::kForward, 0);
+  for (int64_t i = 0; i < least + late; ++i) {
+    add(Turn::kForward, 1), add(Turn::kBackward, 1);
+    if (i < late) add(Turn::kForward, 0);
+  }
   while (backward[0] < micro_batches || backward[1] < micro_batches) {
     add(Turn::kForward, 0), add(Turn::kBackward, 0);
     add(Turn::kForward, 1), add(Turn::kBackward, 1);

@@ -65,7 +65,11 @@ struct Shape {
 Result<std::vector<Run>> RunsOf(std::string_view schedule, const Shape& shape, const Pipe& pipe);
 // Each W right behind its B where the shape is split.
 std::vector<Run> OneForwardOneBackward(const Shape& shape);
-// F and B of ZB-V on a rank.
-std::vector<Run> ThereAndBack(int64_t ranks, int64_t rank, int64_t micro_batches);
+// F and B of ZB-V on a rank, holding less where they ought to: `fewer` forward parts that it does not begin with, and
+// `late` ones that run behind the first backward parts.
+struct Less {
+  int64_t fewer = 0, late = 0;
+};
+std::vector<Run> ThereAndBack(int64_t ranks, int64_t rank, int64_t micro_batches, const Less& less = {});
 
 }  // namespace interlace::stages

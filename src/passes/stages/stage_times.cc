@@ -26,7 +26,7 @@ class StageBytes {
       const size_t turn = TurnIndex(layout.turn[i]);
       ops_.emplace_back(i, turn);
       const auto touch = [&](ValueId root) {
-        if (flow.DefOf(root) < 0) return;  // declared
+        if (flow.DefOf(root) < 0 || IsAddedUp(root)) return;  // declared
         const auto [life, fresh] = lives_.try_emplace(root, Life{turn, turn, i, flow.Bytes(root)});
         life->second.until = std::max(life->second.until, turn);
         life->second.last = i;
@@ -77,6 +77,13 @@ class StageBytes {
   }
 
  private:
+  // A gradient of a parameter: it is made in the place where those of all micro-batches are added up.
+  bool IsAddedUp(ValueId root) const {
+    const auto& readers = flow_.Readers(root);
+    return !readers.empty() &&
+           std::all_of(readers.begin(), readers.end(), [&](int32_t i) { return flow_.op(i).kind == OpKind::kGrad; });
+  }
+
   struct Life {
     size_t from, until;  // turns
     int32_t last;        // op
@@ -157,6 +164,7 @@ Result<Measured> Measure(const Program& program, const Flow& flow, const Layout&
 std::vector<int64_t> RoomOf1F1B(const Measured& plain, const Measured& of, int64_t micro_batches, int64_t data) {
   std::vector<int64_t> fullest;  // by rank: of 1F1B, with gradients of weights in backward parts
   Pipe pipe = plain.pipe;
+  pipe.room.assign(static_cast<size_t>(pipe.deal.ranks), 0);  // with any, bytes count
   for (size_t s = 0; s < pipe.times.size(); ++s) pipe.times[s].peak[1] = plain.whole[s], pipe.times[s].kept = 0;
   for (int64_t rank = 0; rank < pipe.deal.ranks; ++rank) {
     const Shape shape{.rank = rank, .deal = pipe.deal, .micro_batches = micro_batches};
