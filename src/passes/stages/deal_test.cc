@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "passes/stages/played.h"
 #include "passes/stages/stage_times.h"
 #include "passes/testing/training_case.h"
 
@@ -84,6 +85,33 @@ TEST(Deal, RanksAreBalancedNotStages) {
   }
   EXPECT_GT(faster, 10);
   EXPECT_LT(slower, faster / 5);  // what sums of gradients take is not known where borders are chosen
+}
+
+Pipe PipeOf(uint64_t seed, const std::string& options, int64_t chunks) {
+  Program program = Deep(seed).Captured();
+  const Status done =
+      Apply(program, "canonicalize,mesh(axes=pp:2),pipeline(backward=split,micro_batches=12,cluster=h100-80gb-16," +
+                         options + ")");
+  if (!done.ok()) return {};
+  const std::string* deal = program.Meta("stages.deal");
+  const Result<Pipe> pipe = ReadPipe(program, 2, chunks > 0 ? chunks : deal == nullptr ? 1 : 2);
+  EXPECT_TRUE(pipe.ok());
+  return pipe.ok() ? *pipe : Pipe();
+}
+
+// Chosen by the times of the stages, and only where it fits.
+TEST(Deal, AutoTakesWhatEndsFirst) {
+  int bent = 0, straight = 0;
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    const Pipe chosen = PipeOf(seed, "deal=auto", 0), plain = PipeOf(seed, "deal=turns", 1);
+    if (chosen.times.empty() || plain.times.empty()) continue;
+    const Lists found = FastestSchedule(chosen, 12);
+    EXPECT_TRUE(!chosen.deal.v || Fits(found, chosen)) << "seed " << seed;
+    EXPECT_LE(Play(found, chosen), Play(FastestSchedule(plain, 12), plain)) << "seed " << seed;
+    ++(chosen.deal.v ? bent : straight);
+  }
+  EXPECT_GT(bent, 0);
+  EXPECT_GT(straight, 0);
 }
 
 }  // namespace

@@ -41,6 +41,12 @@ class StageBytes {
       }
       for (ValueId root : flow.Needs(i)) touch(root);
     }
+    for (const Message& message : layout.messages) {  // what is sent is there until its wait
+      const auto life = lives_.find(message.root);
+      if (message.from.stage != stage || life == lives_.end()) continue;
+      const size_t waits = message.from.turn == Turn::kForward ? 1 : 2;
+      life->second.until = std::max(life->second.until, waits);
+    }
   }
 
   // Of what is there behind a turn for a later one.
@@ -49,7 +55,7 @@ class StageBytes {
     for (const auto& [root, life] : lives_) bytes += life.from <= turn && life.until > turn ? life.bytes : 0;
     return static_cast<int64_t>(bytes);
   }
-  // The most while the ops of these turns run as one part; what came before stays until it ends.
+  // The most while the ops of these turns run as one part.
   int64_t Peak(size_t first, size_t last) const {
     double live = 0;
     for (const auto& [root, life] : lives_) live += life.from < first && life.until >= first ? life.bytes : 0;
@@ -69,8 +75,7 @@ class StageBytes {
       most = std::max(most, live);
       for (ValueId root : flow_.Needs(i)) {
         const auto life = lives_.find(root);
-        if (life != lives_.end() && life->second.last == i && life->second.from >= first && life->second.until <= last)
-          live -= life->second.bytes;
+        if (life != lives_.end() && life->second.last == i && life->second.until <= last) live -= life->second.bytes;
       }
     }
     return static_cast<int64_t>(most);
