@@ -50,7 +50,7 @@ std::vector<StageTime> Even(size_t stages, int64_t message) {
 
 TEST(ListSchedule, EveryRunOnceAndInOrder) {
   std::mt19937_64 random(5);
-  for (int round = 0; round < 200; ++round) {
+  for (int round = 0; round < 100; ++round) {
     const size_t stages = 2 + random() % 7;
     const auto micro_batches = static_cast<int64_t>(1 + random() % 20);
     std::vector<StageTime> times;
