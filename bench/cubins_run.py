@@ -10,7 +10,7 @@ import torch
 
 from interlace import _runtime
 from interlace.regions import RegionsError, cuda
-from interlace.regions.body import empty_of, function_of, operands_of, widened
+from interlace.regions.body import empty_of, function_of, operands_of
 from interlace.regions.check import ULPS, added, difference, same
 
 MOST_BYTES = 8 << 30  # of a region's operands; larger ones are left out
@@ -41,7 +41,7 @@ def compare_on_device(funcs: list[dict[str, Any]], found: cuda.Cubins, device: t
         torch.accelerator.synchronize()
         with torch.no_grad():
             bodies = function_of(func)(*operands)
-            exact = function_of(func, wide=True)(*[widened(x) for x in operands])
+            exact = function_of(func, wide=True)(*operands)
         said = [
             difference(made, body, wide, ULPS * max(1.0, math.log2(added(func))))
             for made, body, wide in zip(given, bodies, exact, strict=True)

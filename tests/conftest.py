@@ -30,8 +30,6 @@ HOST = {
     "what CPUs have of their own: TCP between ranks, its store and secrets, a heap, loops, compiled libraries":
         "cli_launch comm data encryption fork_server kernels_backward kernels_norm kernels_optimizer page_heap power_loss "
         "region_driver regions regions_beside store cubins",
-    "open: a rank that fails while others wait for it in a device's collectives, each of which has its own timeout":
-        "trainer_errors faults",
 }  # fmt: skip
 
 

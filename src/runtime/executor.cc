@@ -36,6 +36,7 @@ Result<bool> Executor::Flush() {
   MemoryScope memory;
   const StepHeap::Serving serving(on_heap_);
   const int64_t live_before = MemoryScope::Use().live_bytes;
+  recorder_.BeginOnDevice();
   Status status = Ok{};
   try {
     if (!pending_plan_) {
@@ -47,6 +48,7 @@ Result<bool> Executor::Flush() {
     status = MakeError("cannot prepare the pending optimizer step: ", MessageOf(error));
   }
   JoinLanes();
+  recorder_.EndOnDevice();
   frame.transfers.clear();
   frame.pending.on = false;
   if (status.ok() && !moving_.empty()) status = Settle();  // what came into memory was changed: the tier gets it
@@ -122,6 +124,7 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
   if (!device_.is_cpu() && use_.device_bytes < 0) {  // the peak is of this program's settled steps, not of what ran before
     use_.device_bytes = recorder_.TakeDeviceBytes();
   }
+  recorder_.BeginOnDevice();
   const TraceMode trace = TraceOfThisStep();
   recorder_.Begin(trace, trace == TraceMode::kOff ? 0 : CountInstructions(), store_.bytes() + const_bytes_,
                   live_before);
@@ -137,6 +140,7 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
   try {
     JoinLanes();
     arena_.StopServing();
+    recorder_.EndOnDevice();
     recorder_.End();
   } catch (const std::exception& error) {  // of a device that is gone: what an op has told names it better
     if (status.ok()) status = DeviceFailure(error);

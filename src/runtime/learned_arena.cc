@@ -26,6 +26,7 @@ Status LearnedArena::Make(const std::vector<at::Tensor>& fixed) {
   INTERLACE_TRY(arena->TakeMemory(device_));
   wanted_bytes_ = 0;
   arena_ = std::move(arena);
+  if (!device_.is_cpu()) *floor_ = arena_->shared_memory();  // also before its next step, as far as others go
   MakeTensors(fixed);
   return Ok{};
 }
@@ -75,9 +76,13 @@ void LearnedArena::BeginStep() {
 
 // The arena of the executor that ran before gives its memory back.
 Result<bool> LearnedArena::TakeTheFloor() {
-  if (!arena_) return false;
-  const std::shared_ptr<ArenaMemory>& own = arena_->shared_memory();
   const std::shared_ptr<ArenaMemory> before = floor_->lock();
+  if (!arena_) {
+    if (before) before->GiveBack();
+    floor_->reset();
+    return false;
+  }
+  const std::shared_ptr<ArenaMemory>& own = arena_->shared_memory();
   if (before != own && before) before->GiveBack();
   *floor_ = own;
   wanted_bytes_ = arena_->plan().taken_bytes;

@@ -37,7 +37,17 @@ int64_t StepRecorder::DeviceBytes() const {
 }
 
 int64_t StepRecorder::DevicePeak() const {
-  return std::max(UseOf(device_).peak, device_peak_bytes_);
+  return device_peak_bytes_ > 0 ? device_peak_bytes_ : UseOf(device_).live;
+}
+
+void StepRecorder::BeginOnDevice() {
+  if (!device_.is_cpu()) peak_before_ = UseOf(device_).peak;
+}
+
+void StepRecorder::EndOnDevice() {
+  if (device_.is_cpu()) return;
+  const int64_t peak = UseOf(device_).peak;
+  if (on() || peak > peak_before_) device_peak_bytes_ = std::max(device_peak_bytes_, peak);
 }
 
 int64_t StepRecorder::TakeDeviceBytes() {
@@ -67,9 +77,7 @@ void StepRecorder::Begin(TraceMode mode, size_t instructions, int64_t persistent
   for (const auto& [axis, comm] : comms_) comm->SetRecording(true);
   if (times_) {
     marks_.clear();
-    const DeviceUse use = TakeDeviceUse(device_);
-    device_peak_bytes_ = std::max(device_peak_bytes_, use.peak);
-    live_before_ = use.live;
+    live_before_ = TakeDeviceUse(device_).live;
     times_->Begin();
     for (const auto& [axis, comm] : comms_) comm->Watch(&*times_);
   }

@@ -28,6 +28,10 @@ class StepRecorder : public NoObserver {
   // On a device: bytes of tensors now; the most of them since TakeDeviceBytes, which tells them and begins anew.
   int64_t DeviceBytes() const;
   int64_t DevicePeak() const;
+  // Around what counts. The framework has one peak for all that runs on a device: other programs raise it between two
+  // steps of this one, or begin anew. So this one's is what it was seen to be raised to.
+  void BeginOnDevice();
+  void EndOnDevice();
   int64_t TakeDeviceBytes();
 
   // Around a step; `instructions`: how many there will be; `live_before`: counted bytes that are not the step's.
@@ -74,7 +78,8 @@ class StepRecorder : public NoObserver {
   std::shared_ptr<LaneStreams> lanes_;
   c10::Device device_{c10::kCPU};
   std::vector<Marks> marks_;  // by sample
-  int64_t device_peak_bytes_ = 0;  // before a recorded op counted anew
+  int64_t device_peak_bytes_ = 0;  // of the steps so far
+  int64_t peak_before_ = 0;        // the framework's, when this step began
 };
 
 }  // namespace interlace

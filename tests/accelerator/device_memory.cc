@@ -19,7 +19,10 @@ namespace soft {
 namespace {
 
 constexpr size_t kRound = 512;
+constexpr size_t kSystemPage = 4096;
 constexpr int kPoison = 0xff;
+
+size_t PlaceOf(const char* at) { return static_cast<size_t>(at - TheSpace().device); }
 
 struct Block {
   char* at;
@@ -153,7 +156,10 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
   void GiveBack(Block* block) {
     Engine::Get().Forget(block->at, block->at + block->bytes);
-    madvise(Real(block->at), block->bytes, MADV_DONTNEED);
+    // Whole pages alone: its neighbours on the first and last are others', and would be zeros.
+    char *const first = Real(block->at) + (kSystemPage - PlaceOf(block->at) % kSystemPage) % kSystemPage;
+    char* const last = Real(block->at) + block->bytes - PlaceOf(block->at + block->bytes) % kSystemPage;
+    if (first < last) madvise(first, static_cast<size_t>(last - first), MADV_DONTNEED);
     idle_[block->bytes].push_back(block->at);
     delete block;
   }

@@ -126,7 +126,7 @@ bool Engine::RunOne(Lock& lock) {
   s.busy = true;
   Op& op = s.queue.front();  // a deque: it stays where it is while others are pushed
   bool over = true;
-  if (op.run) {
+  if (op.run && op.seq > s.void_until) {
     lock.unlock();
     std::string error;
     try {
@@ -135,7 +135,10 @@ bool Engine::RunOne(Lock& lock) {
       error = std::string(op.name) + ": " + e.what();
     }
     lock.lock();
-    if (!error.empty() && error_.empty()) error_ = error.substr(0, error.find("\nException raised"));
+    if (!error.empty()) {  // what comes behind it is not carried out: nobody waits for it any more
+      if (error_.empty()) error_ = error.substr(0, error.find("\nException raised"));
+      for (Stream& other : streams_) other.void_until = other.issued;
+    }
   }
   s.busy = false;
   if (!over) {
@@ -201,7 +204,7 @@ template <typename Until>
 void Engine::Wait(Lock& lock, Until until) {
   const double deadline = NowMs() + kPatienceMs;
   if (!until()) ++waits_;
-  while (!until() && !stopped_) {
+  while (!until() && !stopped_ && error_.empty()) {  // what comes behind an error may never be over
     if (one_at_a_time()) {
       Pump(lock, 1);
       TORCH_CHECK(!idle_ || until(), "soft device: the host waits for what no stream will do");
@@ -210,7 +213,11 @@ void Engine::Wait(Lock& lock, Until until) {
     }
     TORCH_CHECK(NowMs() < deadline, "soft device: the host waited for two minutes");
   }
-  TORCH_CHECK(error_.empty(), "soft device error: ", std::exchange(error_, ""));
+  if (error_.empty()) return;
+  done_.wait_for(lock, std::chrono::seconds(5), [&] {  // the host may free what ops under way write
+    return std::none_of(streams_.begin(), streams_.end(), [](const Stream& s) { return s.busy; });
+  });
+  TORCH_CHECK(false, "soft device error: ", std::exchange(error_, ""));
 }
 
 // ---- issuing ----

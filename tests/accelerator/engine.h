@@ -129,6 +129,7 @@ class Engine {
     std::deque<Op> queue;
     std::vector<Later> later;
     uint64_t issued = 0, finished = 0;
+    uint64_t void_until = 0;  // ops up to this one are over without being carried out, after an error
     bool busy = false;
     double not_before = 0;  // of a collective that waits for its peers
     Clock clock;

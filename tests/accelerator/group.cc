@@ -1,6 +1,8 @@
 // A c10d backend with NCCL's semantics: an operation runs on a stream of the group's own, after what the current stream was
 // given; wait() makes the current stream wait, never the host. Ranks of one machine meet in shared memory. Ranks must issue
-// the same operations in the same order; where they do not, they wait for one another until the timeout.
+// the same operations in the same order; where they do not, they wait for one another until the timeout, which counts from
+// the issue. A group of which one operation has come to that, or that was aborted, is of no more use: all that it was given
+// and is given is over at once, as on a communicator of NCCL's. The host is told once by the device, and by each call after.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
@@ -16,6 +18,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <mutex>
 
 #include "engine.h"
 
@@ -83,10 +86,38 @@ const char* BytesOf(const at::Tensor& t) {
   return static_cast<const char*>(t.storage().data()) + t.storage_offset() * static_cast<int64_t>(t.itemsize());
 }
 
+// Why a group has failed, if it has: the first reason is the one.
+class Failure {
+ public:
+  void Set(const std::string& why) {
+    std::lock_guard lock(mutex_);
+    if (why_.empty()) why_ = why;
+  }
+  void Check() {
+    std::lock_guard lock(mutex_);
+    TORCH_CHECK(why_.empty(), why_);
+  }
+  // For what the group carries out: whether it is to end. Throws the first time.
+  bool Ends() {
+    std::lock_guard lock(mutex_);
+    if (why_.empty()) return false;
+    TORCH_CHECK(std::exchange(told_, true), why_);
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string why_;
+  bool told_ = false;
+};
+using FailurePtr = std::shared_ptr<Failure>;
+
 class SoftWork final : public c10d::Work {
  public:
-  SoftWork(EventPtr over, std::vector<at::Tensor> kept, std::vector<at::Tensor> results, bool reduces = false)
-      : over_(std::move(over)), reduces_(reduces), kept_(std::move(kept)), results_(std::move(results)) {}
+  SoftWork(EventPtr over, FailurePtr failure, std::vector<at::Tensor> kept, std::vector<at::Tensor> results,
+           bool reduces = false)
+      : over_(std::move(over)), failure_(std::move(failure)), reduces_(reduces), kept_(std::move(kept)),
+        results_(std::move(results)) {}
   bool isCompleted() override { return Engine::Get().Query(over_); }
   bool isSuccess() const override { return true; }
   void synchronize() override {
@@ -94,6 +125,7 @@ class SoftWork final : public c10d::Work {
     kept_.clear();
   }
   bool wait(std::chrono::milliseconds) override {
+    failure_->Check();
     synchronize();
     return true;
   }
@@ -107,6 +139,7 @@ class SoftWork final : public c10d::Work {
 
  private:
   EventPtr over_;
+  FailurePtr failure_;
   bool reduces_;
   std::vector<at::Tensor> kept_;  // until the current stream waits, as NCCL's are
   std::vector<at::Tensor> results_;
@@ -119,6 +152,7 @@ class SoftGroup final : public c10d::Backend {
       : Backend(rank, size), room_(std::make_shared<Room>(store, rank, size)), stream_(Engine::Get().NewStream()),
         timeout_ms_(timeout_s * 1000) {}
   const std::string getBackendName() const override { return "soft"; }
+  void abort() override { failure_->Set("the process group was aborted"); }
 
   WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions&) override {
     return Collective("all_gather", in, out, 0, [n = in.nbytes(), size = size_](Room& room, char* to) {
@@ -202,7 +236,7 @@ class SoftGroup final : public c10d::Backend {
   WorkPtr Done(std::vector<at::Tensor> results) {
     EventPtr over = std::make_shared<Event>();
     Engine::Get().Record(over, CurrentStream());
-    return c10::make_intrusive<SoftWork>(over, std::vector<at::Tensor>{}, std::move(results));
+    return c10::make_intrusive<SoftWork>(over, failure_, std::vector<at::Tensor>{}, std::move(results));
   }
 
   // Who meets in an operation, and what all of them must agree on.
@@ -213,6 +247,7 @@ class SoftGroup final : public c10d::Backend {
   };
   // `make`: the operation that comes next, each time that it is issued; a graph's, at each replay.
   WorkPtr Issue(const char* name, int stream, const at::Tensor& in, const at::Tensor& out, const Meeting& meeting, Make make) {
+    failure_->Check();
     EventPtr before = std::make_shared<Event>(), over = std::make_shared<Event>();
     Engine::Get().Record(before, CurrentStream());
     if (fault != Fault::kStart) Engine::Get().Block(before, stream);
@@ -225,17 +260,19 @@ class SoftGroup final : public c10d::Backend {
     if (Pace* pace = Engine::Get().pace()) {
       pace->Meet(stream, meeting.key, meeting.size, meeting.form);
     } else {
-      Engine::Get().EnqueueEach(stream, name, std::move(touched), [make, limit = timeout_ms_]() -> Run {
-        return [run = make(), limit, first = std::make_shared<double>(0)] {
-          if (run()) return true;
-          if (*first == 0) *first = NowMs();
-          TORCH_CHECK(NowMs() - *first < limit, "the other ranks did not come within ", limit / 1000, " s");
-          return false;
+      Engine::Get().EnqueueEach(stream, name, std::move(touched),
+                                [make, name, limit = timeout_ms_, failure = failure_]() -> Run {
+        return [run = make(), name, limit, failure, issued = NowMs()] {
+          if (failure->Ends() || run()) return true;
+          if (NowMs() - issued < limit) return false;
+          failure->Set(c10::str("the other ranks did not come within ", limit / 1000, " s in ", name, " (timed out)"));
+          return failure->Ends();
         };
       });
     }
     Engine::Get().Record(over, stream);
-    return c10::make_intrusive<SoftWork>(over, std::move(kept), std::move(results), name == std::string("reduce_scatter"));
+    return c10::make_intrusive<SoftWork>(over, failure_, std::move(kept), std::move(results),
+                                         name == std::string("reduce_scatter"));
   }
 
   void CheckTensor(const char* name, const at::Tensor& t) {
@@ -314,6 +351,7 @@ class SoftGroup final : public c10d::Backend {
   int stream_;
   std::map<std::pair<int, int>, int> pairs_;
   double timeout_ms_;
+  FailurePtr failure_ = std::make_shared<Failure>();
   std::shared_ptr<uint64_t> turn_ = std::make_shared<uint64_t>(0);  // of collectives
   std::map<size_t, std::shared_ptr<uint64_t>> messages_;            // by pair
 };

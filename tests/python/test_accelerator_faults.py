@@ -371,6 +371,9 @@ def other_order(rank: int) -> list[str]:
         call()
     with pytest.raises(RuntimeError, match="the other ranks did not come within 2 s"):
         torch.accelerator.synchronize()
+    torch.accelerator.synchronize()  # the second one, and what comes later, waits no timeout of its own
+    with pytest.raises(RuntimeError, match="the other ranks did not come within 2 s"):
+        dist.all_reduce(x, group=group)
     return soft_device.take_reports()
 
 

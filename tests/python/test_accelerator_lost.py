@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import failing
 import pytest
 import ranks
 import torch
@@ -100,3 +101,12 @@ def test_more_ranks_than_devices_are_refused() -> None:
     for text in ranks.run(with_names, 2, ["GPU-1", "GPU-1"]):
         assert text.startswith("ranks 0 and 1 have one device, soft GPU-1; start no more ranks on a host than it has devices (rank ")
     assert ranks.run(with_names, 2, ["GPU-1", "GPU-2"]) == ["", ""]
+
+
+def test_a_rank_that_dies_or_does_not_come_is_named() -> None:
+    """Between devices no transfer breaks: the others waited for as long as the timeout, and then named nobody."""
+    died, _ = ranks.outcomes(failing.killed_in_step, 2, "shard", 1)
+    assert died is not None and died.value.startswith("PeerError: rank 1 was lost: process ended or host cut off\n  rank 0: step "), died
+    stuck, _ = ranks.run(failing.stuck_in_step, 2, 1)
+    assert stuck.startswith("PeerError: rank 1 did not answer for 3 s: ") and "timed out" in stuck, stuck
+    assert "\n  rank 1: step 0, at " in stuck or "\n  rank 1: no step yet" in stuck, stuck

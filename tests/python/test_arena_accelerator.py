@@ -167,6 +167,25 @@ def without_a_hook() -> None:
     assert soft_device.take_reports() == []
 
 
+def test_an_evaluation_after_the_first_step_runs_in_the_place_of_training() -> None:
+    """The block of a plan that was made anew after the step was nobody's yet, and stayed beside the evaluation's. The framework has one
+    peak for all programs: an evaluation began it anew, and from then on the step's was said to be the evaluation's."""
+    batch = parity.batch_of("llama", 0, 0, 1)
+    model = zoo.build("llama", torch.float32).to("soft")
+    settings = interlace.Config(profile="off", device_graphs=False)
+    with interlace.compile(model, parity.make_optimizer("adamw", model), zoo.causal_loss, batch, settings) as trainer:
+        trainer.step(batch)
+        peak, resident = trainer.stats()["peak_bytes"], trainer.stats()["arena"]["resident_bytes"]
+        trainer.evaluate(batch)
+        assert resident > 0 and trainer.stats()["arena"]["resident_bytes"] == 0
+        assert trainer.stats()["peak_bytes"] == peak
+        for _ in range(2):
+            trainer.step(batch)
+            settled = trainer.stats()["peak_bytes"]
+            trainer.evaluate(batch)
+            assert trainer.stats()["peak_bytes"] == settled
+
+
 def test_where_nothing_can_be_served_some_results_are_left_to_the_framework() -> None:
     code = "import test_arena_accelerator; test_arena_accelerator.without_a_hook()"
     env = {**os.environ, "SOFT_HOOK": "0"}

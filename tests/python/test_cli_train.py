@@ -163,6 +163,20 @@ def test_resumed_run_gives_the_same_bits(two_ranks, folder):
         assert (folder / "part" / name).read_bytes() == (folder / "two" / name).read_bytes()
 
 
+def test_the_log_of_a_saved_run_lies_beside_it(folder):
+    (folder / "kept.jsonl").write_text('{"step": 9, "loss": 1.0}\n')  # of an earlier run, which this one replaces
+    facts, _ = train(folder, "--save", "kept", "--stop-at", "2")
+    page = ["report", "kept", "-o", "kept.html", "--json"]
+    shown = json.loads(commands.run(*page, cwd=folder, env=environment(folder)).stdout)
+    assert facts["log"] == "kept.jsonl" and (shown["steps"], shown["loss"]) == (2, facts["last_loss"])
+    resumed = commands.run("train", "--resume", "kept", "--stop-at", "3", "--json", cwd=folder, env=environment(folder))
+    assert resumed.returncode == 0, resumed.stderr
+    lines = [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    (folder / "kept").rename(folder / "elsewhere")  # its settings do not name the log
+    assert "kept.jsonl" not in (folder / "elsewhere" / "run.toml").read_text()
+
+
 def test_resume_with_another_text(two_ranks, folder):
     changed = folder / "text.py"
     before = changed.read_bytes()

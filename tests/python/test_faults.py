@@ -175,6 +175,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     assert said[8] == "step 2 ['c', 'tier']"
 
 
+@pytest.mark.host("devices send to pinned memory, and have no tier of files")
 @pytest.mark.parametrize("name", ["lock", "data"])
 def test_a_link_in_a_tier_folder_is_not_followed(name: str, tmp_path: Path) -> None:
     """Whoever can write to the folder could have the run empty a file of its user's."""
@@ -198,6 +199,7 @@ def flip(file: Path) -> None:
         os.fsync(f.fileno())
 
 
+@pytest.mark.host("devices send to pinned memory, and have no tier of files")
 def test_damage_in_a_tier_stays_known(tmp_path: Path) -> None:
     """Neither a save nor a step makes the damaged bytes into sound ones, and closing does not wait for the save that failed."""
     trainer = failing.make(tier=str(tmp_path), schedule=[(0, list(OFFLOAD))])
@@ -225,6 +227,7 @@ def damaged_tier(folder: str) -> str:
     return failing.observed(lambda: [trainer.step(zoo.tokens(2, i)) for i in range(3)])
 
 
+@pytest.mark.host("devices send to pinned memory, and have no tier of files")
 def test_damage_in_one_rank_s_tier_stops_all(tmp_path: Path) -> None:
     other, own = ranks.run(damaged_tier, 2, str(tmp_path))
     said = rf"the tier file {tmp_path}/interlace-tier-1.data gives other bytes than were written, between \d+ and \d+ \(state u\d+\.exp_avg"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import parity
@@ -79,6 +80,8 @@ def train(
             ]
             stats: dict[str, Any] = trainer.stats()
             out.append((losses, digest(dict(trainer.state_dict(all_ranks=True))), stats["peak_bytes"], stats["ops"]))
+        del model, trainer  # a device's counter knows of the model as long as it is there
+        gc.collect()
     return out
 
 

@@ -172,3 +172,16 @@ def test_a_resumed_run_draws_what_the_device_would_have_drawn(mode: str, tmp_pat
 
     whole = part(0, 6)
     assert [*part(0, 3), *part(3, 6)] == whole and len(set(whole)) == 6
+
+
+@software
+def test_memory_that_is_given_back_takes_nothing_from_its_neighbours() -> None:
+    """Blocks are smaller than pages, and a page that went back took with it what others had there: at a swap, which drops the graphs' pool,
+    losses of earlier steps were zeros, or the next step's gradients were wrong."""
+    import soft_device
+
+    blocks = [torch.full((4,), float(n), device="soft") for n in range(64)]
+    there = [float(n) for n in range(64) if n % 2]
+    del blocks[::2]
+    soft_device._C.release_idle()
+    assert [block.sum().item() / 4 for block in blocks] == there

@@ -99,10 +99,7 @@ def decided(settings: dict[str, Any], folder: str) -> dict[str, Any]:
     return {"measured": run("soft", profile="auto"), "soft": run("soft", profile=str(file)), "cpu": run("cpu", profile=str(file))}
 
 
-# Open: with accumulation the run that is measured and swaps has other bits in about half of all runs on the device; the cause
-# is not known. "limit" failed once in four runs. So `make soak` has them, and not `make test`.
-@pytest.mark.soak
-@pytest.mark.parametrize("what", SEARCHES)
+@pytest.mark.parametrize("what", [what if "zero1" in what else pytest.param(what, marks=pytest.mark.soak) for what in SEARCHES])
 def test_the_same_times_lead_to_the_same_decisions_as_on_a_cpu(what: str, tmp_path: Path) -> None:
     for runs in ranks.run(decided, 2, SEARCHES[what], str(tmp_path)):
         measured, soft, cpu = runs["measured"], runs["soft"], runs["cpu"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,8 @@ def _folder(folder: Path) -> Run:
     run = Run(str(folder), settings={"steps done": str(record.step)})
     run.settings |= {name: str(value) for name, value in record.settings.items() if value is not None}
     options = _options(place)
-    if (log := _there(options.get("log"), place)) is not None:
+    own_log = re.sub(r"\.step-\d+$", "", os.path.normpath(folder)) + ".jsonl"
+    if (log := _there(options.get("log") or own_log, place)) is not None:
         run.log = read_log(_text(log), str(log))
     if (trace := _there(options.get("trace"), place)) is not None:
         run.trace = trace_of(str(trace))

@@ -79,7 +79,7 @@ def as_toml(settings: TrainSettings) -> str:
     for name, field in options().items():
         if name in _NOT_KEPT:
             continue
-        value = getattr(settings, field.name)
+        value = None if name == "log" and settings.own_log else getattr(settings, field.name)
         is_path = name in _PATHS or (name in ("model", "tokenizer") and Path(str(value)).exists())
         if is_path and isinstance(value, str) and (Path(value).exists() or name in _MADE):
             value = str(Path(value).resolve())

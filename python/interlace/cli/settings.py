@@ -90,7 +90,9 @@ class TrainSettings:
     threads: int | None = _option(None, "CPU threads of each rank.", shown="cores / ranks")
     weights: str | None = _option(None, "Start from safetensors: a file or a folder.")
     log_every: int = _option(10, "Steps between lines when stderr is no terminal.")
-    log: str | None = _option(None, "Append loss, lr, norm, speed and memory of every step as lines of JSON.")
+    log: str | None = _option(
+        None, "Append loss, lr, norm, speed and memory of every step as lines of JSON (interlace report shows them).", shown="SAVE.jsonl",
+    )  # fmt: skip
     tensorboard: str | None = _option(None, "The same for TensorBoard, into this folder.")
     wandb: str | None = _option(None, "The same for Weights & Biases, as this project; offline unless WANDB_MODE says otherwise.")
     trace: str | None = _option(None, "Write the last step of all ranks as a Chrome trace.")
@@ -114,6 +116,7 @@ class TrainSettings:
     plan: str | None = _option(None, "Train as a plan of interlace plan says: model, ranks, batch, ZeRO, recomputation.")
     as_json: bool = _option(False, "Print the summary as one JSON object.")
     accumulate_mode: str = "auto"
+    own_log: bool = False  # nobody named one: it is the saved run's own, begun anew with the run
     auto: bool = False  # --resume auto: from the newest checkpoint in the --save folder, where there is one
 
     def check(self) -> None:
@@ -213,6 +216,11 @@ class TrainSettings:
         assert self.resume is not None
         folder = Path(os.path.abspath(self.resume))
         return [Path(self.resume), *(kept_checkpoints(folder) if self.auto else [])]
+
+    def take_log(self) -> None:
+        """A run that is saved has its log beside it, where nobody said otherwise."""
+        if self.log is None and self.save is not None:
+            self.own_log, self.log = True, os.path.normpath(self.save) + ".jsonl"
 
     @property
     def evaluates(self) -> bool:

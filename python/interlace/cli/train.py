@@ -81,6 +81,7 @@ def train(context: typer.Context, **given: Any) -> None:
     if is_rank():
         settings.ranks = ranks_of_launcher(settings.ranks if "ranks" in explicit or planned else None)
     settings.check()
+    settings.take_log()
     if settings.encrypt:
         os.environ[ENCRYPT] = "1"
         encrypts()  # or this machine cannot, which is said before anything is prepared

@@ -19,9 +19,9 @@ Say = Callable[[str], None]
 
 
 class JsonLines:
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, mode: str) -> None:
         self.name = file
-        self.out: IO[str] = open(file, "a", buffering=1)  # noqa: SIM115 (kept open, and closed by close)
+        self.out: IO[str] = open(file, mode, buffering=1)  # noqa: SIM115 (kept open, and closed by close)
 
     def write(self, step: int, facts: dict[str, Any]) -> None:
         self.out.write(json.dumps({"step": step, **facts}) + "\n")
@@ -67,14 +67,15 @@ class WeightsAndBiases:
 class Log:
     """All of them for one run; on rank 0."""
 
-    def __init__(self, settings: TrainSettings, say: Say) -> None:
+    def __init__(self, settings: TrainSettings, first_step: int, say: Say) -> None:
         self._say = say
         self._told: list[bool] = []  # of each plan, whether its gain was measured when it was written
         self._regions: dict[str, int] = {}  # as told
         self._open: list[Any] = []
         known = {k: v for k, v in vars(settings).items() if v is not None}
+        mode = "w" if settings.own_log and first_step == 0 else "a"
         for given, make in (
-            (settings.log, JsonLines), (settings.tensorboard, TensorBoard),
+            (settings.log, lambda file: JsonLines(file, mode)), (settings.tensorboard, TensorBoard),
             (settings.wandb, lambda project: WeightsAndBiases(project, known, settings.save or ".")),
         ):  # fmt: skip
             if given is not None:

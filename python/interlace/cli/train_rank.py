@@ -229,7 +229,7 @@ def _steps(
             stack.enter_context(view)
         log = None
         if view is not None:
-            log = stack.enter_context(contextlib.closing(Log(settings, view.say)))
+            log = stack.enter_context(contextlib.closing(Log(settings, first_step, view.say)))
         for step in range(first_step, settings.end):
             start = time.monotonic()
             for group in optimizer.param_groups:
@@ -311,5 +311,5 @@ def _facts(
         "peak_bytes_of_ranks": [stats["peak_bytes"] for stats in everyone],
         "resident_bytes": max(stats["resident_bytes"] for stats in everyone),
         "bytes_per_step": max(stats["bytes_received"] for stats in everyone) // steps, "largest_unit": unit,
-        "not_cut": summary["not_cut"], "saved": settings.save,
+        "not_cut": summary["not_cut"], "saved": settings.save, "log": settings.log,
     }  # fmt: skip

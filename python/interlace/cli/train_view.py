@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -124,6 +125,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["not_cut"]:
         rows["not cut"] = "; ".join(summary["not_cut"])
     rows["saved"] = summary["saved"] or "nothing (--save FOLDER keeps the model)"
+    if summary["saved"]:
+        rows["as a page"] = shlex.join(["interlace", "report", summary["saved"], "-o", "run.html"])
     print_facts(rows)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from interlace.dist import sealed
 from interlace.dist.mesh import Mesh, UnlikeStages
-from interlace.dist.rendezvous import listening_until_met
+from interlace.dist.rendezvous import ended, listening_until_met
 from interlace.errors import InterlaceError
 
 
@@ -31,6 +31,7 @@ class Groups:
         # By the ranks of all groups along some axes this rank's: one, one beside it, and two more for each further channel of messages
         # (AxisSpec in src/runtime/comm.h).
         self._along: dict[tuple[int, tuple[tuple[int, ...], ...]], Any] = {}
+        self._connections: list[tuple[int, int]] = []  # of the host's group beside a device's
         self._within: set[tuple[int, ...]] = set()  # of stages with unlike ranks: groups of one's ranks that have been made
 
     def open(self) -> None:
@@ -40,7 +41,7 @@ class Groups:
         limit = datetime.timedelta(seconds=self.timeout_s)
 
         def make(backend: str, what: str) -> Any:
-            with listening_until_met():
+            with listening_until_met() as self._connections:
                 return dist.new_group(backend=backend, timeout=limit, group_desc=f"interlace {what}")
 
         if self.device.type == "cpu":
@@ -145,6 +146,16 @@ class Groups:
         found = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
         return [int(n) for n in found.tolist()]
+
+    def cut_off(self) -> bool:
+        """Devices: whether a rank's process has ended, or closed its groups. Transfers between devices do not tell."""
+        return self.device.type != "cpu" and ended(self._connections)
+
+    def abort(self) -> None:
+        """Breaks off what a device's groups are at, which would wait for a lost rank as long as their timeout allows. From any thread."""
+        for group in [*self._along.values(), self._groups.get("native")]:
+            with contextlib.suppress(Exception):  # torch before 2.6 cannot
+                group.abort()
 
     def close(self) -> None:
         """Whoever still holds a group by name (an executor) must have been dropped before."""

@@ -9,6 +9,9 @@ once, they look into the store and report the first cause, not the neighbour who
     rank 2: batch of a wrong shape → posts "failed/2", closes
     rank 1: connection to 2 closed → posts "lost/1" = 2, closes, reports rank 2 and its reason
     rank 0: connection to 1 closed → follows 1 → 2,              reports rank 2 and its reason
+
+Between devices no transfer breaks. There the thread that tells this rank's place (places.py) looks for ranks that have failed or are gone,
+and aborts the groups; where a rank is merely not coming, they end at their timeout, and who has come least far is the one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import json
 import os
 import re
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,13 +33,15 @@ import torch.distributed as dist
 from interlace.errors import InterlaceError
 from interlace.dist.groups import Groups, native_backend
 from interlace.dist.places import Places
-from interlace.dist.rendezvous import leave_last, meet, presence
+from interlace.dist.rendezvous import leave_last, meet, presence, sever
 from interlace.dist.secret import ENCRYPT, MESH_KEY, encrypts
 from interlace.dist.store import SecretStore, StoreError
 
 _CHUNK = 1 << 20  # bytes of one store entry
 _PAUSE_S = 0.05  # longest pause between two looks for a key
 _MOST = 1 << 30  # bytes of a value, also after it was unpacked
+_SILENT_S = 3.0  # without a sign of life, of a rank to which a connection has ended
+_FAILED = "a rank has failed"  # a key that is there when "failed/R" or "lost/R" is, of any rank
 
 
 class PeerError(InterlaceError):
@@ -84,10 +90,13 @@ class Peers:
             # Every rank makes its trainers in the same order, so its own count names the trainer.
             count = store.add(f"interlace/trainers/{self.rank}", 1)
             self._store = dist.PrefixStore(f"interlace/{count}", store)
+            if device.type != "cpu":
+                weakref.finalize(self, _ended_well, self._store, self.rank)
         # Where a rank lies on the mesh, in words: "stage 1 of pp, dp 0"; "" while there is no mesh.
         self.locate: Callable[[int], str] = lambda rank: ""
-        self.places = Places(self._store, self.rank, self.size, self._somebody_lost)
         self.groups = Groups(device, self.rank, self.size, timeout_s)
+        self._aborted: PeerError | None = None  # why a device's groups were, by the thread of places
+        self.places = Places(self._store, self.rank, self.size, self._somebody_lost, sever if device.type == "cpu" else self.groups.abort)
 
     # ---- agreement through the store ----
 
@@ -184,10 +193,7 @@ class Peers:
         try:
             yield
         except RuntimeError as e:  # DistStoreError and DistNetworkError are among them
-            said = str(e).split("\n")[0]
-            raise PeerError(
-                f"the key-value store of the run does not answer: rank 0 or the launcher, who holds it, has ended ({said})", 0
-            ) from e
+            raise _no_store(e) from e
 
     # ---- failures ----
 
@@ -201,7 +207,7 @@ class Peers:
         key, words = f"failed/{self.rank}", str(reason) or type(reason).__name__
         if isinstance(reason, PeerError):
             key, words = f"lost/{self.rank}", json.dumps([peer, str(reason)])
-        self.places.ask(lambda: self._store.set(key, words))
+        self.places.ask(lambda: (self._store.set(key, words), self._store.set(_FAILED, "")))
         self.close()
 
     def explain(self, error: BaseException) -> PeerError:
@@ -210,6 +216,8 @@ class Peers:
         match = re.search(r"\branks? (\d+)", text)
         peer = int(match.group(1)) if match else None
         cause = self.places.ask(lambda: self._posted(peer) or (self._lost() if peer is None else None))  # the store may be gone, or stopped, with its process
+        if cause is None and peer is None and self.device.type != "cpu":
+            cause = self._aborted or self._not_coming(text)
         if cause is not None:
             return cause
         return PeerError(text if peer is not None else f"a transfer between ranks failed: {text}", peer)
@@ -233,22 +241,45 @@ class Peers:
 
     def _somebody_lost(self) -> bool:
         try:
+            if self.device.type != "cpu":
+                self._aborted = self._lost_to_device()
+                return self._aborted is not None
             return self._lost() is not None
         except StoreError:  # it has gone with whoever held it
             return self._presence is not None
 
+    def _lost_to_device(self) -> PeerError | None:
+        """Who has failed or is gone, which devices' transfers do not tell."""
+        try:
+            if (lost := self._lost()) is not None:
+                return lost
+            if self._store.check([_FAILED]) and (posted := self._posted()) is not None:
+                return posted
+            if not self.groups.cut_off():
+                return None
+            # Who has closed its trainer has said so, and what it was needed for is under way.
+            silent = [r for r in self.places.silent(_SILENT_S) if not self._store.check([f"failed/{r}"])]
+        except RuntimeError as e:
+            return _no_store(e) if self.groups.cut_off() else None
+        return _gone(silent) if silent else None
+
+    def _not_coming(self, text: str) -> PeerError | None:
+        """After a device's transfer has timed out."""
+        late = self.places.ask(self.places.behind)
+        return PeerError(f"{ranks_text(late)} did not answer for {self.timeout_s:g} s: {text}", late[0]) if late else None
+
     def _lost(self) -> PeerError | None:
         """A rank whose connection to the store has ended, in a run whose store knows."""
         lost = [r for r in self._presence.gone() if r != self.rank] if self._presence is not None else []
-        if not lost:
-            return None
-        return PeerError(f"{ranks_text(lost)} {'was' if len(lost) == 1 else 'were'} lost: process ended or host cut off", lost[0])
+        return _gone(lost) if lost else None
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Around code that every rank runs: a failure here is told to the others, and one of theirs is reported as theirs."""
         try:
             yield
+            if self._aborted is not None and not self._closed:  # what came of it is nothing
+                raise self._aborted
         except PeerError as e:
             self.fail(e)
             raise self._placed(e) from e
@@ -295,6 +326,22 @@ class Peers:
     def on_close(self, hook: Callable[[], None]) -> None:
         """Runs before the groups go, also after a failure: the place to drop what holds them."""
         self._on_close.append(hook)
+
+
+def _gone(ranks: list[int]) -> PeerError:
+    return PeerError(f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} lost: process ended or host cut off", ranks[0])
+
+
+def _ended_well(store: Any, rank: int) -> None:
+    """At the end of a process, or of a trainer that nobody closed: a rank that ends before others is not one that was lost."""
+    with contextlib.suppress(Exception):
+        if not any(store.check([f"{word}/{rank}"]) for word in ("failed", "lost")):
+            store.set(f"failed/{rank}", "it ended while others went on")
+
+
+def _no_store(error: RuntimeError) -> PeerError:
+    said = str(error).split("\n")[0]
+    return PeerError(f"the key-value store of the run does not answer: rank 0 or the launcher, who holds it, has ended ({said})", 0)
 
 
 def _unpacked(data: bytes, what: str) -> bytes:

@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from interlace.dist.rendezvous import sever
-
 BEAT_S = 1.0
 ANSWER_S = 2.0  # how long the store may take to answer when something is wrong already
 OP_LENGTH = 120  # characters of an op's text
@@ -26,9 +24,12 @@ Place = dict[str, Any]
 class Places:
     """The places of one trainer's ranks. `store` is None in a run of one rank: then there is nothing to tell."""
 
-    def __init__(self, store: Any, rank: int, size: int, lost: Callable[[], bool] = lambda: False) -> None:
-        """`lost`: whether a rank is known to be lost; then what waits for it is broken off."""
-        self._store, self.rank, self.size, self._lost = store, rank, size, lost
+    def __init__(
+        self, store: Any, rank: int, size: int, lost: Callable[[], bool] = lambda: False, sever: Callable[[], None] = lambda: None
+    ) -> None:
+        """`lost`: whether a rank is known to be lost; then `sever` breaks off what waits for it."""
+        self._store, self.rank, self.size, self._lost, self._sever = store, rank, size, lost, sever
+        self._heard: dict[int, tuple[int | None, float]] = {}  # by rank: the last beat, and when it was first seen
         self._where: Callable[[], Callable[[], Place] | None] = lambda: None
         self._mute = False  # the store did not answer in time once: nobody asks it again
         self._stop = threading.Event()
@@ -49,7 +50,7 @@ class Places:
                 return
             told, lost = self.tell(), self._lost()
             if lost and not self._stop.is_set():
-                sever()
+                self._sever()
             if lost or not told:
                 return
 
@@ -81,6 +82,23 @@ class Places:
         """What a rank said last, or nothing."""
         key = f"at/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def silent(self, seconds: float) -> list[int]:
+        """The other ranks that have said nothing new for so long, since this was first asked."""
+        found = []
+        for r in (r for r in range(self.size) if r != self.rank):
+            beat, now = (self.of(r) or {}).get("beat"), time.monotonic()
+            if r not in self._heard or self._heard[r][0] != beat:
+                self._heard[r] = beat, now
+            elif now - self._heard[r][1] >= seconds:
+                found.append(r)
+        return found
+
+    def behind(self) -> list[int]:
+        """The ranks that have come less far than this one, and of those the ones that have come least far."""
+        self.tell()
+        steps = [int((self.of(r) or {}).get("step", -1)) for r in range(self.size)]
+        return [r for r, step in enumerate(steps) if step == min(steps) < steps[self.rank]]
 
     def text(self) -> str:
         """One line a rank, behind a line break each; empty when nothing is known."""

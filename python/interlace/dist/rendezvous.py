@@ -136,17 +136,32 @@ def _store_of_restart(limit: datetime.timedelta) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def listening_until_met() -> Iterator[None]:
+def listening_until_met() -> Iterator[list[tuple[int, int]]]:
     """Around the making of gloo groups: when the ranks have met, gloo's listeners are closed. It would keep them for as long as the
-    group lives, and take in whoever connects."""
+    group lives, and take in whoever connects. Gives the connections that were made, once they are: for ended()."""
     before, connected = _sockets(listening=True), _sockets(listening=False)
-    yield
+    made: list[tuple[int, int]] = []
+    yield made
     for fd in _sockets(listening=True) - before:
         with contextlib.suppress(OSError):
             _silence(fd)
     for fd in _sockets(listening=False) - connected:
         with contextlib.suppress(OSError):
-            _connections.append((fd, os.fstat(fd).st_ino))
+            made.append((fd, os.fstat(fd).st_ino))
+    _connections.extend(made)
+
+
+def ended(connections: list[tuple[int, int]]) -> bool:
+    """Whether the other side of any of these is gone. Gloo's own loop closes the descriptor then."""
+    poll = select.poll()
+    for fd, number in connections:
+        try:
+            if os.fstat(fd).st_ino != number:
+                return True
+        except OSError:
+            return True
+        poll.register(fd, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def sever() -> None:

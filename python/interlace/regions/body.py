@@ -18,26 +18,33 @@ FORMATS = {"preserve": torch.preserve_format, "contiguous": torch.contiguous_for
 WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 
 
+MOVES = ("embedding", "gather", "index", "index_select")  # ops that take few of many numbers: those are widened behind them
+
+
 def function_of(func: Func, wide: bool = False) -> Callable[..., tuple[Tensor, ...]]:
-    """Operands → what the func gives, by ATen's operators. `wide`: floating dtypes that the body names are float64."""
+    """Operands → what the func gives, by ATen's operators. `wide`: computed in float64, whatever floating dtypes the body names."""
+    last = {id: place for place, op in enumerate(func["ops"]) for id in _read_by(op)}
+    kept = {value["id"] for value in func["gives"]}
 
     def run(*operands: Tensor) -> tuple[Tensor, ...]:
         values = {value["id"]: x for value, x in zip(func["operands"], operands, strict=True)}
         types = {value["id"]: value for value in func["operands"]}
 
-        def read(arg: Any) -> Any:
+        def read(arg: Any, widen: bool) -> Any:
             if isinstance(arg, list):
-                return [read(item) for item in arg]
+                return [read(item, widen) for item in arg]
             if not isinstance(arg, tuple):
                 return arg
             kind, what = arg
             if kind == "value":
+                if widen:
+                    values[what] = widened(values[what])
                 return values[what]
             if what in DTYPES:
                 return WIDE.get(DTYPES[what], DTYPES[what]) if wide else DTYPES[what]
             return FORMATS.get(what, what)
 
-        for op in func["ops"]:
+        for place, op in enumerate(func["ops"]):
             results = op["results"]
             if op["name"] == "view":
                 root = types[results[0]["root"]]
@@ -45,14 +52,33 @@ def function_of(func: Func, wide: bool = False) -> Callable[..., tuple[Tensor, .
             else:
                 _, name, *overload = op["name"].split(".")
                 operator = getattr(getattr(torch.ops.aten, name), overload[0] if overload else "default")
-                found = operator(*read(op["args"]), **{key: read(arg) for key, arg in op["named"].items()})
+                widen = wide and name not in MOVES
+                found = operator(*read(op["args"], widen), **{key: read(arg, widen) for key, arg in op["named"].items()})
                 made = found if isinstance(found, (tuple, list)) else [found]
             for value, x in zip(results, made, strict=False):
                 if value["id"] >= 0:
                     values[value["id"]], types[value["id"]] = x, value
+            made = found = ()
+            for id in _read_by(op):
+                if last[id] == place and id not in kept:  # a whole vocabulary's logits are large
+                    values.pop(id, None)
         return tuple(values[value["id"]] for value in func["gives"])
 
     return run
+
+
+def _read_by(op: Func) -> list[int]:
+    if op["name"] == "view":
+        return [op["results"][0]["root"]]
+    found: list[int] = []
+    left = [*op["args"], *op["named"].values()]
+    while left:
+        arg = left.pop()
+        if isinstance(arg, list):
+            left += arg
+        elif isinstance(arg, tuple) and arg[0] == "value":
+            found.append(arg[1])
+    return found
 
 
 def view_of(x: Tensor, root: Func, view: Func) -> Tensor:
@@ -89,16 +115,40 @@ def view_of(x: Tensor, root: Func, view: Func) -> Tensor:
     return y
 
 
+PERIOD = 1_000_003  # numbers that are drawn of an operand, repeated; a prime: rows and heads are not alike
+
+
 def operands_of(func: Func, seed: int = 0) -> list[Tensor]:
     """Tensors of the operands' types: normal numbers; integers are 0 or 1, so that they are indices of whatever they select from."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for value in func["operands"]:
-        dtype = DTYPES[value["dtype"]]
-        span = 1 + sum((size - 1) * stride for size, stride in zip(value["shape"], value["strides"], strict=True))
-        flat = torch.randn(span, generator=generator) if dtype.is_floating_point else torch.randint(0, 2, (span,), generator=generator)
-        found.append(flat.to(dtype).as_strided(value["shape"], value["strides"]))
+        dtype, span = DTYPES[value["dtype"]], _span(value["shape"], value["strides"])
+        drawn = min(span, PERIOD)
+        block = torch.randn(drawn, generator=generator) if dtype.is_floating_point else torch.randint(0, 2, (drawn,), generator=generator)
+        flat = block.to(dtype).repeat(-(-span // drawn))[:span]
+        found.append(flat.as_strided(value["shape"], value["strides"]))
     return found
+
+
+def head_of(operand: Tensor) -> Tensor:
+    """What was drawn of a tensor of operands_of, as a copy."""
+    return _flat(operand)[:PERIOD].clone()
+
+
+def unchanged(operand: Tensor, head: Tensor) -> bool:
+    """Whether a tensor of operands_of is still its head, repeated."""
+    return all(torch.equal(part, head[: part.numel()]) for part in _flat(operand).split(PERIOD))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """All numbers of memory from a tensor's first to its last."""
+    return x.as_strided([_span(x.shape, x.stride())], [1])
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Numbers from the first to the last of a tensor in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def empty_of(value: Func, device: str = "cpu") -> Tensor:
@@ -107,7 +157,4 @@ def empty_of(value: Func, device: str = "cpu") -> Tensor:
 
 def widened(x: Tensor) -> Tensor:
     """The same in float64, with the same strides."""
-    if x.dtype not in WIDE:
-        return x
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided([span], [1]).to(torch.float64).as_strided(x.shape, x.stride())
+    return _flat(x).to(torch.float64).as_strided(x.shape, x.stride()) if x.dtype in WIDE else x
