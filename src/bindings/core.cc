@@ -354,6 +354,8 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("accumulate_mode", [](const Program& p) { return p.accumulate_mode; })
       .def("meta", [](const Program& p) { return std::map<std::string, std::string>(p.meta.begin(), p.meta.end()); })
       .def("set_meta", &Program::SetMeta, py::arg("key"), py::arg("text"))
+      .def("message_axes", &Program::MessageAxes,
+           "Axes along which ranks send to single others, and how many channels each has.")
       .def("transfer_axes", &Program::TransferAxes, py::arg("grids"),
            "Axes, such as 'dp' or 'replica,dp', whose ranks need connections among one another.")
       .def("params", &Params)

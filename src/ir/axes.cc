@@ -94,15 +94,17 @@ std::vector<std::string> Program::TransferAxes(bool grids) const {
   return {found.begin(), found.end()};
 }
 
-std::vector<std::string> Program::MessageAxes() const {
-  std::set<std::string> found;
+std::map<std::string, int64_t> Program::MessageAxes() const {
+  std::map<std::string, int64_t> found;
   for (const Phase& phase : phases) {
     for (OpId id : phase.ops) {
-      if (TraitsOf(op(id)).family == OpFamily::kPeer && IsStart(op(id))) found.emplace(AxisOf(*this, op(id)));
+      if (TraitsOf(op(id)).family != OpFamily::kPeer || !IsStart(op(id))) continue;
+      int64_t& channels = found[std::string(AxisOf(*this, op(id)))];
+      channels = std::max(channels, ChannelOf(op(id)) + 1);
     }
   }
-  std::erase_if(found, [&](const std::string& axes) { return AxisSize(axes) < 2; });
-  return {found.begin(), found.end()};
+  std::erase_if(found, [&](const auto& entry) { return AxisSize(entry.first) < 2; });
+  return found;
 }
 
 Dim Program::AxisRank(std::string_view axes) {

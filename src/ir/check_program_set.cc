@@ -14,12 +14,13 @@ namespace {
 
 constexpr size_t kMostOfStage = size_t{1} << 24;  // of a stage: starts and waits of a step
 
-// A start or a wait along the axis of the stages. Of a message: its number among those from one stage to the other.
+// A start or a wait along the axis of the stages. Of a message: its number among those of its channel from one stage to
+// the other.
 struct Event {
   OpId op = kNone;
   int64_t micro_batch = kNone;
   int32_t peer = -1;  // the other stage; -1: a collective of all
-  int64_t number = 0;
+  int64_t channel = 0, number = 0;
   bool waits = false, sends = false;
 };
 
@@ -28,6 +29,8 @@ class StageEvents {
  public:
   StageEvents(const Program& program, const std::string& axis, int32_t index, size_t count)
       : program_(program), axis_(axis), stage_(index), sent(count), received(count) {}
+  // Ops by channel, in order.
+  using Channels = std::map<int64_t, std::vector<OpId>>;
 
   // Error: of an op, to be told with its stage.
   Status Run(OpId& at) {
@@ -82,7 +85,8 @@ class StageEvents {
       if (peer == stage_) return MakeError(op.name, " names this stage itself; write peer= with another");
       event.peer = static_cast<int32_t>(peer);
       event.sends = op.kind == OpKind::kSendStart;
-      std::vector<OpId>& list = (event.sends ? sent : received)[static_cast<size_t>(peer)];
+      event.channel = ChannelOf(op);
+      std::vector<OpId>& list = (event.sends ? sent : received)[static_cast<size_t>(peer)][event.channel];
       event.number = static_cast<int64_t>(list.size());
       list.push_back(op.id);
     } else {
@@ -114,7 +118,7 @@ class StageEvents {
 
  public:
   std::vector<Event> events;
-  std::vector<std::vector<OpId>> sent, received;  // by the other stage, in order
+  std::vector<Channels> sent, received;  // by the other stage
   std::vector<OpId> collectives;
 };
 
@@ -219,10 +223,15 @@ class Check {
     return Ok{};
   }
 
-  // What `from` sends to `to` is what `to` receives from it, in order.
+  // What `from` sends to `to` is what `to` receives from it, in the order of each channel.
   Status Messages(int32_t from, int32_t to) {
-    const std::vector<OpId>& sent = stages_[static_cast<size_t>(from)].sent[static_cast<size_t>(to)];
-    const std::vector<OpId>& received = stages_[static_cast<size_t>(to)].received[static_cast<size_t>(from)];
+    StageEvents::Channels& sent = stages_[static_cast<size_t>(from)].sent[static_cast<size_t>(to)];
+    StageEvents::Channels& received = stages_[static_cast<size_t>(to)].received[static_cast<size_t>(from)];
+    for (const auto& [channel, list] : sent) received[channel];
+    for (const auto& [channel, list] : received) INTERLACE_TRY(Messages(from, to, sent[channel], list));
+    return Ok{};
+  }
+  Status Messages(int32_t from, int32_t to, const std::vector<OpId>& sent, const std::vector<OpId>& received) {
     for (size_t k = 0; k < std::max(sent.size(), received.size()); ++k) {
       const std::string count =
           std::to_string(sent.size()) + " sent and " + std::to_string(received.size()) + " received";
@@ -261,8 +270,8 @@ class Check {
   // The ranks along the axis connect before the first step, and a stage that sends nothing would not know of it.
   Status HasMessages(int32_t s) const {
     const StageEvents& stage = stages_[static_cast<size_t>(s)];
-    const auto none = [](const std::vector<std::vector<OpId>>& lists) {
-      return std::all_of(lists.begin(), lists.end(), [](const std::vector<OpId>& list) { return list.empty(); });
+    const auto none = [](const std::vector<StageEvents::Channels>& lists) {
+      return std::all_of(lists.begin(), lists.end(), [](const StageEvents::Channels& list) { return list.empty(); });
     };
     if (count_ == 1 || !none(stage.sent) || !none(stage.received)) return Ok{};
     return Error{"it neither sends to another stage nor receives from one; drop it from the set and from the mesh",
@@ -297,8 +306,10 @@ class Check {
   Status Walk() {
     const auto stages = static_cast<size_t>(count_);
     std::vector<size_t> place(stages, 0);
-    // Started so far: messages by sender and receiver, of each end; collectives by stage.
-    std::vector<std::vector<int64_t>> sent(stages, std::vector<int64_t>(stages, 0)), received = sent;
+    // Started so far: messages by sender, receiver and channel, of each end; collectives by stage.
+    std::vector<std::vector<std::map<int64_t, int64_t>>> sent(stages), received;
+    for (auto& of : sent) of.resize(stages);
+    received = sent;
     std::vector<int64_t> joined(stages, 0);
     // Whom the event waits for; -1: nobody.
     const auto blocked_by = [&](size_t s, const Event& event) -> int32_t {
@@ -310,7 +321,8 @@ class Check {
         return -1;
       }
       const auto peer = static_cast<size_t>(event.peer);
-      const int64_t started = event.sends ? received[s][peer] : sent[peer][s];
+      auto& ends = event.sends ? received[s][peer] : sent[peer][s];
+      const int64_t started = ends[event.channel];
       return started <= event.number ? event.peer : -1;
     };
     for (bool moved = true; moved;) {
@@ -323,7 +335,8 @@ class Check {
           if (event.peer < 0) {
             ++joined[s];
           } else {
-            ++(event.sends ? sent[s][static_cast<size_t>(event.peer)] : received[static_cast<size_t>(event.peer)][s]);
+            const auto peer = static_cast<size_t>(event.peer);
+            ++(event.sends ? sent[s][peer] : received[peer][s])[event.channel];
           }
         }
       }

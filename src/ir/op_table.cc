@@ -234,6 +234,11 @@ std::string_view AxisOf(const Program& program, const Op& op) {
   return axis != nullptr && axis->kind == Arg::Kind::kWord ? std::string_view(axis->text) : std::string_view();
 }
 
+int64_t ChannelOf(const Op& op) {
+  const Arg* channel = op.Attr(kChannel);
+  return channel != nullptr && channel->kind == Arg::Kind::kInt ? channel->integer.value : 0;
+}
+
 std::string_view ActivationAxisOf(const Program& program, const Op& op) {
   if (TraitsOf(op).family != OpFamily::kCollective) return {};
   const std::string_view axis = AxisOf(program, op);

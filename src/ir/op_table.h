@@ -44,6 +44,10 @@ std::string_view OptimizerOf(const Op& op);
 size_t FlatOperands(const Op& op);
 // The mesh axes that a transfer goes along: of its units or of its attribute; empty for others.
 std::string_view AxisOf(const Program& program, const Op& op);
+// Of a send or a receive: messages of one channel between two ranks come in the order they were sent in.
+inline constexpr std::string_view kChannel = "channel";
+inline constexpr int64_t kMostChannels = 64;
+int64_t ChannelOf(const Op& op);
 // The axis of a transfer of activations along which no unit is sharded or copied, "tp": such transfers are shown apart.
 std::string_view ActivationAxisOf(const Program& program, const Op& op);
 std::string_view LaneName(Lane lane);

@@ -351,8 +351,9 @@ class Program {
   // collectives their axes; of reductions with replicas the data axes where a transport reduces on a grid of ranks,
   // else the shard axes and the replicas'. More than one rank each; sorted.
   std::vector<std::string> TransferAxes(bool grids) const;
-  // Axes along which ranks send to single others (send, recv). More than one rank each; sorted.
-  std::vector<std::string> MessageAxes() const;
+  // Axes along which ranks send to single others (send, recv), and how many channels each has. More than one rank each;
+  // sorted.
+  std::map<std::string, int64_t> MessageAxes() const;
   // Ranks that add up their gradients of a unit, and so what a sum is divided by for the mean.
   int64_t DataRanks(const Unit& unit) const { return AxisSize(unit.axis) * AxisSize(unit.replicas); }
   // The axes, in the mesh's order, along which ranks that run this program hold different elements of a unit's

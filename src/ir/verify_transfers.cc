@@ -165,6 +165,11 @@ class Transfers : OpChecks {
     const bool sends = op_.kind == OpKind::kSendStart;
     const bool shaped = Shape(op_, sends ? 1 : 0, sends ? 1 : 0, 1);
     if (const int64_t ranks = AxisRanks(); ranks > 0) Peer(ranks);
+    if (const Arg* channel = op_.Attr(kChannel); channel != nullptr) {
+      const bool number = channel->kind == Arg::Kind::kInt && channel->integer.is_const();
+      if (!number || channel->integer.value < 0 || channel->integer.value >= kMostChannels)
+        Report("channel= is a number from 0 to " + Text(kMostChannels - 1));
+    }
     if (!shaped) return;
     if (!sends) return Contiguous(op_.results[0]);
     const Type& token = TypeOf(op_.results[0]);

@@ -89,6 +89,9 @@ std::span<const PassInfo> PassTable() {
                       "where stages begin: auto (balanced), model (as the program's meta line says), or parameters or "
                       "modules joined by +"},
            Count("chunks", "1", 1, "stages of each rank, dealt in turns (interleaved)"),
+           Choice("deal", {"turns", "v", "auto"},
+                  "which rank has which stages: in turns, there and back, or what ends first of one each and that"),
+           Count("micro_batches", "0", 0, "of a step, for deal=auto"),
            Choice("backward", {"whole", "split"},
                   "gradients of weights with those of inputs, or in a phase of their own"),
            OptionInfo{
@@ -97,7 +100,7 @@ std::span<const PassInfo> PassTable() {
            kClusterOption, kProfileOption}),
       Row("order", Order, Takes::kAny, Pending::kKept,
           "when a stage runs which part of which micro-batch: the run lines of a schedule",
-          {Choice("schedule", {"1f1b", "gpipe", "interleaved", "zero_bubble", "auto"}, "of the pipeline")}),
+          {Choice("schedule", {"1f1b", "gpipe", "interleaved", "zero_bubble", "v", "auto"}, "of the pipeline")}),
       Row("precision", Precision, Takes::kCaptured, Pending::kRefused,
           "narrower transfers: casts of parameters move onto their shards, gradients are reduced in another dtype",
           {Choice("param", {"none", "bf16", "f16", "auto"},

@@ -97,9 +97,14 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
     passes.push_back("precision(param=" + options.param + ",reduce=" + options.reduce + ")");
   // Between what works on the whole model and the strategy, which makes units of the stage's own parameters.
   if (stages > 1) {
+    const bool v = options.stage_order == "v";
+    const bool chooses = options.stage_order == "auto" && options.stage_ranks.empty();
     passes.push_back("pipeline(axis=" + options.stage_axis + ",stage=" + std::to_string(options.stage) +
-                     ",at=" + options.stages_at + ",chunks=" + std::to_string(options.stage_chunks) + ",backward=" +
-                     (options.stage_order == "zero_bubble" || options.stage_order == "auto" ? "split" : "whole") +
+                     ",at=" + options.stages_at + ",chunks=" + std::to_string(v ? 2 : options.stage_chunks) + ",deal=" +
+                     (v ? "v" : chooses ? "auto" : "turns") +
+                     (options.stage_order == "auto" ? ",micro_batches=" + std::to_string(options.accumulation) : "") +
+                     ",backward=" +
+                     (options.stage_order == "zero_bubble" || options.stage_order == "auto" || v ? "split" : "whole") +
                      (options.stage_ranks.empty() ? "" : ",data=" + Joined(options.stage_data)) + ")");
   }
   // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are

@@ -36,8 +36,8 @@ struct AxisSpec {
   // along the others and it one after the other (transport/collectives.h). 0: all at once.
   int64_t row = 0;
   // TCP: connections of their own for what two ranks send one another. Those of collectives may stand still until the
-  // last rank has come, which may wait for just such a message.
-  bool messages = false;
+  // last rank has come, which may wait for just such a message. Of their channel; -1: of collectives.
+  int64_t channel = -1;
 };
 
 class Comm {

@@ -234,7 +234,7 @@ std::string FirstLine(const std::string& text) {
 
 struct Known {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-  bool messages = false;  // AxisSpec::messages
+  int64_t channel = -1;  // AxisSpec::channel
   std::shared_ptr<Mesh> mesh;
 };
 
@@ -282,7 +282,7 @@ Result<std::shared_ptr<Mesh>> MeshOf(const AxisSpec& spec, double timeout_s) {
     std::erase_if(KnownMeshes(),
                   [](const Known& known) { return known.group.expired() && known.mesh.use_count() == 1; });
     for (const Known& known : KnownMeshes()) {
-      if (known.messages == spec.messages && known.group.lock() == group) return known.mesh;
+      if (known.channel == spec.channel && known.group.lock() == group) return known.mesh;
     }
   }
   const ExchangeBytes exchange = [&](const std::string& mine) -> Result<std::vector<std::string>> {
@@ -307,7 +307,7 @@ Result<std::shared_ptr<Mesh>> MeshOf(const AxisSpec& spec, double timeout_s) {
   INTERLACE_ASSIGN(std::shared_ptr<Mesh> mesh,
                    Mesh::Connect({spec.name, GlobalRanks(*backend), static_cast<int>(spec.rank)}, exchange, timeout_s));
   std::lock_guard lock(KnownMutex());
-  KnownMeshes().push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), spec.messages, mesh});
+  KnownMeshes().push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), spec.channel, mesh});
   return mesh;
 }
 

@@ -88,10 +88,7 @@ bool HasDataAlong(const Program& program, std::string_view axis) {
     const std::vector<std::string_view> found = AxesOf(axes);
     return std::find(found.begin(), found.end(), axis) != found.end();
   };
-  if (program.units.empty()) {
-    const std::vector<std::string> messages = program.MessageAxes();
-    return std::find(messages.begin(), messages.end(), axis) == messages.end();
-  }
+  if (program.units.empty()) return !program.MessageAxes().contains(std::string(axis));
   return std::any_of(program.units.begin(), program.units.end(),
                      [&](const Unit& unit) { return names(unit.axis) || names(unit.replicas); });
 }
@@ -133,11 +130,18 @@ Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& ax
   };
   const bool tcp = std::any_of(axes.begin(), axes.end(), [](const AxisSpec& s) { return s.backend == "tcp"; });
   for (const std::string& group : parsed.TransferAxes(/*grids=*/tcp)) INTERLACE_TRY(open(group));
-  for (const std::string& axis : parsed.MessageAxes()) {
-    AxisSpec spec = comms_.at(axis)->spec();
-    spec.messages = true;
-    if (std::shared_ptr<Comm>& comm = comms_[MessagesAlong(axis)]; comm == nullptr) {
-      INTERLACE_ASSIGN(comm, Comm::Create(spec, timeout_s));
+  for (const auto& [axis, channels] : parsed.MessageAxes()) {
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      const std::string name = MessagesAlong(axis, channel);
+      if (comms_[name] != nullptr) continue;
+      AxisSpec spec = comms_.at(axis)->spec();
+      if (channel > 0 && spec.backend != "tcp") {  // process groups of its own
+        const auto own = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == name; });
+        if (own == axes.end()) return MakeError("no process groups were given for \"", name, "\"");
+        spec = *own;
+      }
+      spec.channel = channel;
+      INTERLACE_ASSIGN(comms_[name], Comm::Create(spec, timeout_s));
     }
   }
   return Ok{};

@@ -76,9 +76,9 @@ struct PendingUpdate {
   std::vector<std::vector<double>> hyper;  // of the step that made the gradients
 };
 
-// The name, among an executor's groups, of that for messages between two ranks of an axis (AxisSpec::messages).
-inline std::string MessagesAlong(std::string_view axis) {
-  return std::string(axis) + " messages";
+// The name, among an executor's groups, of that for messages between two ranks of an axis (AxisSpec::channel).
+inline std::string MessagesAlong(std::string_view axis, int64_t channel = 0) {
+  return std::string(axis) + " messages" + (channel > 0 ? " " + std::to_string(channel) : "");
 }
 
 // Everything a kernel may touch while a step runs.

@@ -134,7 +134,7 @@ Result<Kernel> BuildExchangeKernel(const BuildContext& context, const Op& op) {
   }
   if (kernel->ranks > 1) {
     const bool message = TraitsOf(op).family == OpFamily::kPeer;
-    const auto found = context.comms.find(message ? MessagesAlong(axis) : axis);
+    const auto found = context.comms.find(message ? MessagesAlong(axis, ChannelOf(op)) : axis);
     if (found == context.comms.end())
       return OpError(context, op, "no process group was given for the mesh axis \"" + axis + "\"");
     kernel->comm = found->second;

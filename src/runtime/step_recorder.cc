@@ -207,7 +207,7 @@ void StepRecorder::RememberTransfers(const Instruction& at, const Frame& frame, 
 
 void StepRecorder::MeetPeers(const Op& op, const Frame& frame) {
   for (const auto& [axis, comm] : comms_) {
-    if (comm->spec().messages || IsAlongStages(axis)) continue;
+    if (comm->spec().channel >= 0 || IsAlongStages(axis)) continue;
     const at::Tensor meeting = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(frame.device));
     const Result<Ticket> ticket = comm->StartAllReduce(meeting, "meeting before " + op.name);
     if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());

@@ -63,7 +63,8 @@ struct RankState {
   bool dirty = false;
   // Transfers.
   std::deque<int32_t> lanes[kLanes];
-  std::map<int32_t, std::deque<int32_t>> messages;  // by 2 * the other rank, + 1 of those that it sends
+  // By 2 * the other rank, + 1 of those that it sends, and channel.
+  std::map<std::pair<int32_t, int32_t>, std::deque<int32_t>> messages;
   std::vector<int32_t> active;
   int32_t sending[2] = {0, 0}, receiving[2] = {0, 0};  // transfers on the links within a node and between nodes
   int32_t classes[4] = {0, 0, 0, 0};
@@ -164,7 +165,7 @@ class Engine {
   std::vector<int32_t> MembersOf(int32_t r, const AxisGroup& group) const;
   // The lane of a transfer that is no message: its own, or on CPUs that of all collectives.
   int LaneIndex(const LoweredOp& op) const;
-  // The queue of a transfer: its lane; of messages, those to one rank or from one.
+  // The queue of a transfer: its lane; of messages, those of a channel to one rank or from one.
   std::deque<int32_t>& QueueOf(int32_t r, const LoweredOp& op);
   // A message comes whether its receiver has asked for it or not.
   bool ComesByItself(int32_t id) const { return cluster_.cpu && transfers_[id].sender >= 0; }

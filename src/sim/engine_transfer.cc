@@ -14,11 +14,12 @@ Status Engine::Issue(int32_t r, const LoweredOp& op) {
   if (members.size() < 2) {
     id = NewTransfer(r, op, {r});
   } else {
-    // What is counted is one sequence: of a lane of a group, or of the messages from one rank to another.
+    // What is counted is one sequence: of a lane of a group, or of the messages of a channel from one rank to another.
     int64_t number = members[0], mine = ((op.group.stride << 20) + op.group.size) * kLanes + LaneIndex(op);
     if (peer >= 0) {
-      mine = -1 - (int64_t{2} * peer + op.receives);
-      number = -1 - (op.receives ? int64_t{peer} * num_ranks() + r : int64_t{r} * num_ranks() + peer);
+      mine = -1 - ((int64_t{2} * peer + op.receives) * kMostChannels + op.channel);
+      const int64_t pair = op.receives ? int64_t{peer} * num_ranks() + r : int64_t{r} * num_ranks() + peer;
+      number = -1 - (pair * kMostChannels + op.channel);
     }
     int64_t turn = rank_turn_[{r, mine}]++;
     std::vector<int32_t>& sequence = sequences_[{number, peer >= 0 ? -1 : mine}];
@@ -87,7 +88,7 @@ int Engine::LaneIndex(const LoweredOp& op) const {
 }
 
 std::deque<int32_t>& Engine::QueueOf(int32_t r, const LoweredOp& op) {
-  if (op.IsMessage()) return ranks_[r].messages[2 * PeerOf(r, op) + op.receives];
+  if (op.IsMessage()) return ranks_[r].messages[{2 * PeerOf(r, op) + op.receives, op.channel}];
   return ranks_[r].lanes[LaneIndex(op)];
 }
 
@@ -159,7 +160,8 @@ Status Engine::TransferEvent(int32_t id) {
     RankState& rank = ranks_[r];
     // A message's record is the op of the rank that came first; its other end has the other direction.
     const int32_t other = r == t.sender ? t.receiver : t.sender;
-    std::deque<int32_t>& queue = t.sender < 0 ? QueueOf(r, *record.op) : rank.messages[2 * other + (r == t.receiver)];
+    const std::pair<int32_t, int32_t> ends{2 * other + (r == t.receiver), record.op->channel};
+    std::deque<int32_t>& queue = t.sender < 0 ? QueueOf(r, *record.op) : rank.messages[ends];
     if (r != t.receiver || !ComesByItself(id)) {
       queue.pop_front();
       if (!queue.empty()) Arrive(r, queue.front(), -1, id);

@@ -61,6 +61,7 @@ Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model
     }
     if (TraitsOf(op).family == OpFamily::kPeer) {
       out.receives = op.kind == OpKind::kRecvStart;
+      out.channel = static_cast<int32_t>(ChannelOf(op));
       out.peers = static_cast<int32_t>(lowered.peers.size());
       Result<std::vector<int32_t>> peers = PeersOf(program, op, out.group);
       if (!peers.ok()) return Error{peers.error().message, PrintOp(program, op)};

@@ -15,11 +15,12 @@ struct LoweredOp {
   Kind kind = Kind::kFree;
   Lane lane = Lane::kCompute;  // of a transfer
   AxisGroup group;             // of a collective: who joins; of a message: the axis; one rank: alone, or with `peer`
-  // Of a message the other rank, the same for all who run this, or a row of Lowered::peers. The k-th one sent to a rank
-  // is the k-th that it receives from here.
+  // Of a message the other rank, the same for all who run this, or a row of Lowered::peers. The k-th one of a
+  // channel sent to a rank is the k-th that it receives from here.
   bool across = false;  // onto replicas: on connections of its own, beside those of the shard axes
   int32_t peer = -1, peers = -1;
   bool receives = false;  // of a message
+  int32_t channel = 0;
   bool IsMessage() const { return peer >= 0 || peers >= 0; }
   bool backward = false;  // of the backward part, where a launch may take another time
   OpId op = kNone;

@@ -68,6 +68,7 @@ def vit() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "tied": lambda: llama(tie_word_embeddings=True),
+    "deep": lambda: llama(tie_word_embeddings=True, num_hidden_layers=5),
     "gpt2": gpt2,
     "gpt2_dropout": lambda: gpt2(0.1),
     "qwen3": qwen3,

@@ -26,6 +26,8 @@ ORDERS: list[dict[str, Any]] = [
     {"accumulation": 4, "stage_order": "zero_bubble"},
     {"accumulation": 4, "stage_order": "interleaved", "stage_chunks": 2, "clip_norm": 0.3},
     {"accumulation": 4, "accumulate_mode": "reduce_last", "clip_norm": 0.3},
+    {"accumulation": 8, "stage_order": "v", "clip_norm": 0.3},
+    {"accumulation": 2, "stage_order": "v"},
     {},
 ]
 
@@ -69,8 +71,24 @@ def test_with_other_passes() -> None:
 )
 def test_on_four_ranks(mesh: dict[str, int]) -> None:
     strategies = [{"strategy": s, "accumulation": 4, "clip_norm": 0.3} for s in ("shard", "zero1", "replicate")]
-    settings = strategies + [c for c in ORDERS if mesh.get("pp") == 2 or c.get("stage_chunks", 1) == 1]
+    few = mesh.get("pp") == 2  # of the eight stages of a V on four ranks some would have nothing to train
+    settings = strategies + [c for c in ORDERS if few or (c.get("stage_chunks", 1) == 1 and c.get("stage_order") != "v")]
     for config, distance in zip(settings, ranks.run(distances, 4, "tied", mesh, settings, timeout_s=600)[0], strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+
+
+V: list[dict[str, Any]] = [
+    {"accumulation": 8, "clip_norm": 0.3},
+    {"accumulation": 2, "strategy": "zero1", "schedule": [(0, ["recompute(mode=selective)"])]},
+    {"accumulation": 4, "strategy": "replicate", "accumulate_mode": "reduce_last", "clip_norm": 0.3},
+]
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 4}, {"pp": 2, "dp": 2}])
+def test_a_v_over_layers_that_ranks_do_not_divide(mesh: dict[str, int]) -> None:
+    """Embedding and head are one parameter, on the first rank, whose stages are the first and the last."""
+    settings = [{"stage_order": "v", **config} for config in V]
+    for config, distance in zip(settings, ranks.run(distances, 4, "deep", mesh, settings, timeout_s=600)[0], strict=True):
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
@@ -87,9 +105,9 @@ def test_schedules_that_reduce_in_one_order_have_the_same_bits() -> None:
     assert len({text for found in everywhere for text in found}) == 1
 
 
-def evaluated(mesh: dict[str, int] | None) -> list[float]:
+def evaluated(mesh: dict[str, int] | None, order: str = "auto") -> list[float]:
     found = []
-    with tensor_models.compiled("gpt2_dropout", mesh=mesh, accumulation=2) as trainer:
+    with tensor_models.compiled("gpt2_dropout", mesh=mesh, accumulation=2, stage_order=order) as trainer:
         for step in range(2):
             found.append(parity.mean_over_ranks(trainer.evaluate(tensor_models.batch_of(100, trainer.data_rank))["loss"]))
             tensor_models.steps(trainer, step, step + 1)
@@ -98,7 +116,8 @@ def evaluated(mesh: dict[str, int] | None) -> list[float]:
 
 def test_evaluate() -> None:
     two = ranks.run(evaluated, 2, None)[0]
-    assert ranks.run(evaluated, 4, {"pp": 2, "dp": 2})[0] == pytest.approx(two, rel=1e-9)
+    for order in ("auto", "v"):
+        assert ranks.run(evaluated, 4, {"pp": 2, "dp": 2}, order)[0] == pytest.approx(two, rel=1e-9)
 
 
 MESHES: list[tuple[int, Any]] = [(1, None), (2, None), (2, {"pp": 2}), (4, {"pp": 2, "dp": 2}), (4, {"pp": 4}), (4, {"dp": 2, "tp": 2})]
@@ -144,6 +163,7 @@ def refused(config: dict[str, Any]) -> None:
         ({"mesh": {"pp": 2}, "stages": "model.layers.1+lm_head"}, "2 borders make 3 stages"),
         ({"mesh": {"pp": 2}, "stage_order": "interleaved", "accumulation": 3}, "write accumulation=4"),
         ({"mesh": {"pp": 2}, "stage_chunks": 2}, 'needs stage_order="interleaved"'),
+        ({"mesh": {"pp": 2}, "stage_order": "v", "stages": "model.layers.1"}, "1 border makes 2 stages"),
         ({"mesh": {"dp": 2}, "stage_order": "gpipe"}, "needs an axis pp in the mesh"),
         ({"mesh": {"pp": 2}, "stage_chunks": 20, "stage_order": "gpipe"}, "cannot be cut into 40 stages"),
     ],

@@ -66,7 +66,7 @@ class TrainSettings:
     tensor: str = _option("auto", "With axis tp, how parameters are cut: auto, model (Hugging Face's plan), or a file.")
     sequence_parallel: bool = _option(True, "With axis tp, cut what lies between the products along the sequence.")
     stages: str = _option("auto", "With axis pp, where stages begin: auto, or parameters or modules joined by +.")
-    stage_order: str = _option("auto", "With axis pp, what a stage runs when: auto, 1f1b, gpipe, interleaved or zero_bubble.")
+    stage_order: str = _option("auto", "With axis pp, what a stage runs when: auto, 1f1b, gpipe, interleaved, zero_bubble or v.")
     stage_chunks: int = _option(1, "With axis pp, stages of each rank (interleaved).")
     clip: float | None = _option(1.0, "Largest global gradient norm, or none.")
     save: str | None = _option(None, "A folder for the trained model.")

@@ -21,7 +21,7 @@ MESH_HELP = (
     "Lay a captured program out on this mesh first, with the standard passes: dp=2,tp=2 (tp cuts products), pp=4,dp=2 (pp: a stage each)."
 )
 ACCUMULATION_HELP = "With --mesh, micro-batches of a step."
-ORDER_HELP = "With axis pp in --mesh, what a stage runs when: auto, 1f1b, gpipe, interleaved or zero_bubble."
+ORDER_HELP = "With axis pp in --mesh, what a stage runs when: auto, 1f1b, gpipe, interleaved, zero_bubble or v."
 PROFILE_HELP = "Times measured on the real machine; what is not in it is estimated."
 MACHINE_HELP = "The fingerprint that the profile must have; by default local-N takes profiles of this machine."
 FOREIGN_HELP = "Use a profile of another machine, and say so in the result."

@@ -22,7 +22,7 @@ from interlace.cost.machine import Machine, accelerator_name, cores, device_byte
 from interlace.dist.mesh import STAGES
 
 # Meta lines that stages of unlike ranks have from the first of them that is made.
-OF_STAGES = ("stages.rows", "stages.times")
+OF_STAGES = ("stages.rows", "stages.times", "stages.room")
 
 
 @dataclasses.dataclass

@@ -29,7 +29,7 @@ from interlace.config.forms import (
 )  # fmt: skip
 
 STRATEGIES = ("shard", "replicate", "zero1")
-STAGE_ORDERS = ("1f1b", "gpipe", "interleaved", "zero_bubble", "auto")
+STAGE_ORDERS = ("1f1b", "gpipe", "interleaved", "zero_bubble", "v", "auto")
 ACCUMULATE_MODES = ("auto", "reduce_each", "reduce_last")
 NARROW = {"bfloat16": "bf16", "float16": "f16"}  # and how passes spell them
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -79,8 +79,8 @@ class Config:
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
     stages           with axis pp, whose ranks run one stage each of a pipeline: "auto" cuts the model into stages that take the same time,
                      or the parameters or modules that the second stage and the following ones begin with, joined by +
-    stage_order      what a stage runs when: "auto", the fastest by the times of the stages that holds no more micro-batches than 1f1b, or
-                     "1f1b", "gpipe", "interleaved" (several stages a rank), "zero_bubble"
+    stage_order      what a stage runs when: "auto", the fastest by the times of the stages that takes no more memory than 1f1b, or
+                     "1f1b", "gpipe", "interleaved" (several stages a rank), "zero_bubble", "v" (two, there and back: zero bubble, too)
     stage_chunks     stages of each rank along axis pp, dealt in turns
     accumulation     micro-batches of an optimizer step
     accumulate_mode  "reduce_each" (sharded gradients), "reduce_last" (full gradients, reduced once), or "auto": the search decides; where
@@ -258,6 +258,8 @@ class Config:
             raise ConfigError("axis pp of the mesh needs rng='keyed': one generator in program order knows no stages")
         if self.stage_chunks > 1 and self.stage_order not in ("interleaved", "gpipe"):
             raise ConfigError(f'stage_chunks={self.stage_chunks} needs stage_order="interleaved" (or "gpipe"), not "{self.stage_order}"')
+        if self.stage_order == "v" and self.stage_meshes:
+            raise ConfigError('stage_order="v" gives each rank two stages, which needs stages with as many ranks each; use "auto"')
         if self.stage_order == "interleaved" and self.accumulation % self.stage_ranks:
             raise ConfigError(
                 f'stage_order="interleaved" runs micro-batches in groups of {self.stage_ranks}, and accumulation={self.accumulation} is '

@@ -28,9 +28,9 @@ class Groups:
     def __init__(self, device: torch.device, rank: int, size: int, timeout_s: float) -> None:
         self.device, self.rank, self.size, self.timeout_s = device, rank, size, timeout_s
         self._groups: dict[str, Any] = {}
-        # By the ranks of all groups along some axes: this rank's; and those beside them (AxisSpec in src/runtime/comm.h).
-        self._along: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self._beside: dict[tuple[tuple[int, ...], ...], Any] = {}
+        # By the ranks of all groups along some axes this rank's: one, one beside it, and two more for each further channel of messages
+        # (AxisSpec in src/runtime/comm.h).
+        self._along: dict[tuple[int, tuple[tuple[int, ...], ...]], Any] = {}
         self._connections: list[tuple[int, int]] = []  # of the host's group beside a device's
         self._within: set[tuple[int, ...]] = set()  # of stages with unlike ranks: groups of one's ranks that have been made
 
@@ -74,31 +74,31 @@ class Groups:
         if isinstance(mesh, UnlikeStages):
             self._meet_within_stages(mesh, wanted)
         two = backend not in ("none", "tcp")
-        return [
-            {
-                "name": axes, "rank": mesh.index(axes), "size": mesh.size(axes), "backend": backend,
-                "native": self.along(mesh, axes).group_name if axes in wanted else "",
-                "beside": self.along(mesh, axes, beside=True).group_name if two and axes in wanted else "",
-            }
-            for axes in dict.fromkeys([*mesh.sizes, *wanted])
-        ]  # fmt: skip
 
-    def along(self, mesh: Mesh, axes: str, beside: bool = False) -> Any:
-        """This rank's process group along some axes of a mesh, for tensors on the trainer's device. `beside`: a second one of the
-        same ranks."""
-        if mesh.size(axes) == self.size and not beside:
+        def described(name: str, axes: str, first: int) -> dict[str, Any]:
+            native = self.along(mesh, axes, first).group_name if axes in wanted else ""
+            beside = self.along(mesh, axes, first + 1).group_name if two and axes in wanted else ""
+            return {"name": name, "rank": mesh.index(axes), "size": mesh.size(axes), "backend": backend, "native": native, "beside": beside}
+
+        found = [described(axes, axes, 0) for axes in dict.fromkeys([*mesh.sizes, *wanted])]
+        for axis, channels in program.message_axes().items() if two else ():
+            found += [described(f"{axis} messages {channel}", axis, 2 * channel) for channel in range(1, channels)]
+        return found
+
+    def along(self, mesh: Mesh, axes: str, number: int = 0) -> Any:
+        """This rank's process group along some axes of a mesh, for tensors on the trainer's device. `number`: of those of the same ranks."""
+        if mesh.size(axes) == self.size and number == 0:
             return self.native
-        known = self._beside if beside else self._along
         groups = tuple(map(tuple, mesh.groups(axes))) if not isinstance(mesh, UnlikeStages) else (tuple(mesh.group(axes)),)
-        if groups not in known:
+        if (number, groups) not in self._along:
             backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
             limit = datetime.timedelta(seconds=self.timeout_s)
             for ranks in groups:
                 with listening_until_met():
                     made = dist.new_group(list(ranks), backend=backend, timeout=limit, group_desc=f"interlace {axes}")
                 if self.rank in ranks:
-                    known[groups] = made
-        return known[groups]
+                    self._along[number, groups] = made
+        return self._along[number, groups]
 
     def _meet_within_stages(self, mesh: UnlikeStages, wanted: list[str]) -> None:
         """Makes the groups that stages need among their own ranks, each of which knows of its own only, on all ranks in one order."""
@@ -106,11 +106,11 @@ class Groups:
         everyone = sealed.objects(mine, self.host) or []
         backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
         for ranks in sorted({group for groups in everyone for group in groups} - self._within):
-            for known in (self._along, self._beside)[: 1 if self.device.type == "cpu" else 2]:
+            for number in range(1 if self.device.type == "cpu" else 2):
                 with listening_until_met():
                     made = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=self.timeout_s))
                 if self.rank in ranks:
-                    known[(ranks,)] = made
+                    self._along[number, (ranks,)] = made
             self._within.add(ranks)
 
     def gather(self, mine: torch.Tensor, mesh: Mesh, axes: str, everywhere: bool = False) -> torch.Tensor | None:
@@ -153,14 +153,14 @@ class Groups:
 
     def abort(self) -> None:
         """Breaks off what a device's groups are at, which would wait for a lost rank as long as their timeout allows. From any thread."""
-        for group in [*self._along.values(), *self._beside.values(), self._groups.get("native")]:
+        for group in [*self._along.values(), self._groups.get("native")]:
             with contextlib.suppress(Exception):  # torch before 2.6 cannot
                 group.abort()
 
     def close(self) -> None:
         """Whoever still holds a group by name (an executor) must have been dropped before."""
-        groups = [*self._along.values(), *self._beside.values(), *self._groups.values()]
-        self._along, self._beside, self._groups = {}, {}, {}
+        groups = [*self._along.values(), *self._groups.values()]
+        self._along, self._groups = {}, {}
         while groups:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(groups.pop())

@@ -57,6 +57,7 @@ class Machine {
     int64_t base = 0;
   };
   static constexpr int64_t kOfCollectives = int64_t{1} << 40;  // added to addresses: their own messages
+  static constexpr int64_t kOfChannel = int64_t{1} << 41;      // the same, times the channel
   struct Flight {  // what a start computed and its wait delivers: contiguous, by rank
     std::vector<Bytes> data;
     OpKind start = OpKind::kUnknown;

@@ -195,13 +195,14 @@ Status Machine::StartMessage(const Op& op, Flight& flight) {
   flight.data.resize(static_cast<size_t>(ranks_));
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     INTERLACE_ASSIGN(const int64_t peer, PeerOf(op, rank));
-    flight.peers.push_back(peer);
+    const int64_t channel = ChannelOf(op) * kOfChannel;  // of the sender's address
+    flight.peers.push_back(peer + channel);
     if (op.kind == OpKind::kRecvStart) {
-      flight.numbers.push_back(receives_[{peer, first_address_ + rank}]++);
+      flight.numbers.push_back(receives_[{peer + channel, first_address_ + rank}]++);
       continue;
     }
     INTERLACE_ASSIGN(Bytes bytes, ReadBytes(rank, op.args[0].value));
-    mail_->Send(first_address_ + rank, peer, std::move(bytes));
+    mail_->Send(first_address_ + rank + channel, peer, std::move(bytes));
   }
   return Ok{};
 }

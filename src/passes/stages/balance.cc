@@ -77,6 +77,93 @@ std::vector<size_t> Best(const std::vector<Border>& all, const StageTimes& times
   return borders;
 }
 
+// Borders of stages dealt as a V, whose slowest rank takes as little as can be. From outside in: when the outer ranks
+// have what is in front of one cut and behind another, these that leave the least between them for the rest are best.
+class Bent {
+ public:
+  // `straight`: balanced stages, from which it begins. No border sends more bytes than theirs, no stage takes much
+  // more.
+  Bent(const std::vector<Border>& all, const StageTimes& times, const std::vector<size_t>& straight) {
+    double bytes = 0;
+    for (size_t border : straight) bytes = std::max(bytes, all[border].bytes);
+    for (size_t border = 0; border < all.size(); ++border) {
+      if (all[border].bytes > bytes) continue;
+      borders_.push_back(border);
+      until_.push_back(times.Between(0, border + 1));
+    }
+    until_.push_back(times.Between(0, all.size() + 1));
+    ranks_ = (straight.size() + 1) / 2;
+    cuts_ = {0};
+    for (size_t border : straight) {
+      const auto at = std::lower_bound(borders_.begin(), borders_.end(), border);
+      cuts_.push_back(static_cast<size_t>(at - borders_.begin()) + 1);
+    }
+    cuts_.push_back(end());
+    for (size_t stage = 0; stage + 1 < cuts_.size(); ++stage)
+      stage_ = std::max(stage_, Time(cuts_[stage], cuts_[stage + 1]) / 4 * 5);
+  }
+
+  std::vector<size_t> Best() {
+    int64_t most = 0;
+    for (size_t rank = 0; rank < ranks_; ++rank)
+      most = std::max(
+          most, Time(cuts_[rank], cuts_[rank + 1]) + Time(cuts_[2 * ranks_ - 1 - rank], cuts_[2 * ranks_ - rank]));
+    for (int64_t least = until_.back() / static_cast<int64_t>(ranks_); most - least > most / 500;) {
+      const int64_t middle = least + (most - least) / 2;
+      (Cut(middle) ? most : least) = middle;
+    }
+    std::vector<size_t> out;
+    for (size_t k = 1; k + 1 < cuts_.size(); ++k) out.push_back(borders_[cuts_[k] - 1]);
+    return out;
+  }
+
+ private:
+  // Cuts: 0 in front of everything, k behind the k-th border, and the end.
+  size_t end() const { return borders_.size() + 1; }
+  int64_t Time(size_t from, size_t to) const { return until_[to - 1] - (from == 0 ? 0 : until_[from - 1]); }
+  // The first cut of a stage that ends at `to` and takes so much at most; `to`: there is none.
+  size_t First(size_t to, int64_t most) const {
+    const auto at = std::lower_bound(until_.begin(), until_.begin() + static_cast<ptrdiff_t>(to) - 1,
+                                     until_[to - 1] - std::min(most, stage_));
+    return static_cast<size_t>(at - until_.begin()) + 1;
+  }
+
+  // Whether there are cuts with which no rank takes more than `most`; they are kept.
+  bool Cut(int64_t most) {
+    const size_t none = end() + 1;
+    std::vector<std::vector<size_t>> reach(ranks_, std::vector<size_t>(end(), none)), from = reach;
+    reach[0][0] = end();
+    for (size_t rank = 0; rank + 1 < ranks_; ++rank) {
+      for (size_t a = 0; a < end(); ++a) {
+        const size_t b = reach[rank][a];
+        for (size_t next = a + 1; b != none && next < b && Time(a, next) <= std::min(most, stage_); ++next) {
+          const size_t other = std::max(First(b, most - Time(a, next)), next + 1);
+          if (other < b && other < reach[rank + 1][next]) reach[rank + 1][next] = other, from[rank + 1][next] = a;
+        }
+      }
+    }
+    for (size_t a = 0; a < end(); ++a) {
+      const size_t b = reach[ranks_ - 1][a];
+      if (b == none || b < a + 2 || Time(a, b) > most) continue;
+      size_t middle = a + 1;
+      while (middle + 1 < b && Time(a, middle) < Time(a, b) / 2) ++middle;
+      if (std::max(Time(a, middle), Time(middle, b)) > stage_) continue;
+      cuts_[ranks_] = middle;
+      for (size_t rank = ranks_ - 1, at = a;; at = from[rank--][at]) {
+        cuts_[rank] = at, cuts_[2 * ranks_ - rank] = reach[rank][at];
+        if (rank == 0) return true;
+      }
+    }
+    return false;
+  }
+
+  std::vector<size_t> borders_;  // that may be taken
+  std::vector<int64_t> until_;   // time in front of each, and of all
+  std::vector<size_t> cuts_;
+  size_t ranks_ = 0;
+  int64_t stage_ = 0;  // the most that one may take
+};
+
 }  // namespace
 
 std::vector<Border> BordersOf(const Program& program, const Flow& flow) {
@@ -127,7 +214,8 @@ Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const s
 }
 
 Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, const Flow& flow, CostModel& model,
-                                            int64_t stages) {
+                                            const Deal& deal) {
+  const int64_t stages = deal.Stages();
   if (stages < 2) return std::vector<Border>();
   StageTimes times(flow);
   std::vector<Border> all;
@@ -151,15 +239,17 @@ Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, 
     slowest = std::max(slowest, times.Between(from, to));
     from = to;
   }
+  std::vector<size_t> chosen = Best(all, times, count, slowest + slowest / 50);
+  if (deal.v && deal.chunks == 2) chosen = Bent(all, times, chosen).Best();
   std::vector<Border> out;
-  for (size_t border : Best(all, times, count, slowest + slowest / 50)) out.push_back(all[border]);
+  for (size_t border : chosen) out.push_back(all[border]);
   return out;
 }
 
-Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, int64_t ranks,
-                                          int64_t chunks, CostModel& model) {
+Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, const Deal& deal,
+                                          CostModel& model) {
   const std::vector<Border> all = BordersOf(program, flow);
-  if (at == "auto") return BalancedBorders(all, flow, model, ranks * chunks);
+  if (at == "auto") return BalancedBorders(all, flow, model, deal);
   if (at == "model") {
     const std::string* text = program.Meta("stages");
     if (text == nullptr)
@@ -169,10 +259,10 @@ Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& fl
   std::vector<std::string> names;
   for (std::string_view name : Split(at, '+')) names.emplace_back(name);
   if (at.empty()) names.clear();
-  if (static_cast<int64_t>(names.size()) != ranks * chunks - 1) {
+  if (static_cast<int64_t>(names.size()) != deal.Stages() - 1) {
     return MakeError(names.size(), names.size() == 1 ? " border makes " : " borders make ", names.size() + 1,
-                     " stages, and ", ranks, " ranks with ", chunks, chunks == 1 ? " stage" : " stages",
-                     " each need ", ranks * chunks - 1);
+                     " stages, and ", deal.ranks, " ranks with ", deal.chunks, deal.chunks == 1 ? " stage" : " stages",
+                     " each need ", deal.Stages() - 1);
   }
   return NamedBorders(all, names);
 }

@@ -5,7 +5,7 @@
 //
 // Between the uses of two parameters the position that sends the fewest bytes is taken. The slowest stage is made as
 // fast as it can be (exactly, by dynamic programming over the borders); of choices within a fiftieth of that, the one
-// whose messages are the fewest bytes.
+// whose messages are the fewest bytes. Of stages dealt as a V (deal.h) it is then the slowest rank that counts.
 #pragma once
 
 #include <string>
@@ -14,6 +14,7 @@
 
 #include "base/result.h"
 #include "cost/cost_model.h"
+#include "passes/stages/deal.h"
 #include "passes/stages/flow.h"
 
 namespace interlace::stages {
@@ -33,13 +34,13 @@ struct Border {
 std::vector<Border> BordersOf(const Program& program, const Flow& flow);
 // Those in front of these parameters, or of the first parameter of these modules. Error: no such name, or not in order.
 Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const std::vector<std::string>& names);
-// `stages` - 1 of them, balanced, that no recomputation spans (Flow::Fits). Error: fewer borders than that.
+// One fewer than stages, balanced, that no recomputation spans (Flow::Fits). Error: fewer borders than that.
 Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, const Flow& flow, CostModel& model,
-                                            int64_t stages);
-// As a pass is told where stages begin, `ranks` * `chunks` of them: auto, model (the program's meta line "stages"), or
+                                            const Deal& deal);
+// As a pass is told where stages begin: auto, model (the program's meta line "stages"), or
 // names joined by +. Error: what the two above say, another number of names.
-Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, int64_t ranks,
-                                          int64_t chunks, CostModel& model);
+Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, const Deal& deal,
+                                          CostModel& model);
 // By op: the stage it belongs to, as pass `borders` has noted or else by the borders; -1: any (Flow::Repeats).
 std::vector<int32_t> StagesOf(const Flow& flow, const std::vector<Border>& borders);
 inline constexpr std::string_view kStage = "stage";  // attribute of an op: what pass `borders` notes

@@ -1,6 +1,6 @@
-// borders.cc — pass `borders`: of stages with unlike ranks that cut products, what each has is settled while the program
-// is still whole. Every op is noted with its stage, and what crosses is copied where it is made, for each stage that
-// uses it; pass `tensor` has the copies whole on all ranks, whatever it cuts beside them.
+// borders.cc — pass `borders`: of stages with unlike ranks that cut products, what each has is settled while the
+// program is still whole. Every op is noted with its stage, and what crosses is copied where it is made, for each stage
+// that uses it; pass `tensor` has the copies whole on all ranks, whatever it cuts beside them.
 //   before: %5 = mm(%x, %w)        after: %5 = mm(%x, %w) {stage=0}
 //           %6 = mm(%5, %v)               %9 = copy(%5) {stage=0 message="fwd model.0 aten.mm 0"}
 //                                         %6 = mm(%9, %v) {stage=1}
@@ -89,7 +89,7 @@ class Marker {
   const stages::Flow& flow_;
   const stages::Layout& layout_;
   const Phase& phase_;
-  std::map<ValueId, std::string> names_;                       // of what crosses
+  std::map<ValueId, std::string> names_;                           // of what crosses
   std::map<std::pair<int32_t, ValueId>, ValueId> copies_, views_;  // by rank that reads, and storage or value
   std::vector<OpId> ops_;
 };
@@ -109,18 +109,17 @@ Result<bool> Borders(Program& program, const PassOptions& options) {
   const stages::Flow flow(program, before);
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
-  INTERLACE_ASSIGN(
-      const std::vector<stages::Border> borders,
-      stages::ChosenBorders(program, flow, options.Text("at", "auto"), program.Stages(), chunks, model));
+  const stages::Deal deal{program.Stages(), chunks};
+  INTERLACE_ASSIGN(const std::vector<stages::Border> borders,
+                   stages::ChosenBorders(program, flow, options.Text("at", "auto"), deal, model));
   INTERLACE_ASSIGN(const stages::Layout layout,
-                   stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), program.Stages(), false));
+                   stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), deal, false));
   INTERLACE_ASSIGN(std::vector<int64_t> data, options.Counts("data"));
   INTERLACE_ASSIGN(const stages::Recut recut, stages::Recut::Of(*program.stage, std::move(data)));
   if (!recut.SameRows() && program.Meta(stages::kStagesRows) == nullptr) {
     const std::vector<ValueId> roots = stages::CrossingRoots(program, layout);
     INTERLACE_ASSIGN(const stages::Crossings crossings, stages::FindCrossings(program, before, roots));
-    program.SetMeta(stages::kStagesRows,
-                    stages::PrintCrossings(crossings, stages::NamesOf(program, before, roots)));
+    program.SetMeta(stages::kStagesRows, stages::PrintCrossings(crossings, stages::NamesOf(program, before, roots)));
   }
   std::string text;
   for (const stages::Border& border : borders) text += (text.empty() ? "" : "+") + border.param;

@@ -24,9 +24,10 @@
 #include "ir/text.h"
 #include "passes/cost_options.h"
 #include "passes/passes.h"
-#include "passes/stages/balance.h"
 #include "passes/stages/coalesced.h"
 #include "passes/stages/messages.h"
+#include "passes/stages/played.h"
+#include "passes/stages/stage_times.h"
 #include "passes/stages/stage_writer.h"
 
 namespace interlace {
@@ -43,41 +44,6 @@ Status CheckCuttable(const Program& program, const Phase& phase) {
     return refuse("a module that runs in Python keeps objects that cannot be sent; a pipeline needs a model without");
   }
   return Ok{};
-}
-
-// "forward,backward,weights,message;..." of all stages in picoseconds, for `order(schedule=auto)`, which must see the
-// same on every rank. Error: sizes that are not numbers yet.
-Result<std::string> TimesText(const stages::Flow& flow, const stages::Layout& layout,
-                              const std::vector<stages::Border>& borders, CostModel& model, const PassCosts& costs,
-                              const std::string& axis, const Program& program) {
-  std::vector<std::array<int64_t, 4>> times(borders.size() + 1, {0, 0, 0, 0});
-  for (int32_t i = 0; i < flow.size(); ++i) {
-    if (layout.stage[i] < 0) continue;
-    const size_t turn = layout.turn[i] == stages::Turn::kForward    ? 0
-                        : layout.turn[i] == stages::Turn::kBackward ? 1
-                                                                    : 2;
-    int64_t& time = times[static_cast<size_t>(layout.stage[i])][turn];
-    if (flow.op(i).kind == OpKind::kGrad) {  // added to those of other micro-batches, a product's by the product
-      const ValueId root = program.RootOf(flow.op(i).args[1].value);
-      const int32_t def = flow.DefOf(root);
-      if (def < 0 || flow.op(def).name == "aten.mm") continue;
-      INTERLACE_ASSIGN(const int64_t bytes, program.StorageBytes(program.value(root).type));
-      time += static_cast<int64_t>(1e6 * KernelUs(costs.cluster, {.bytes = 3.0 * static_cast<double>(bytes)}));
-    }
-    if (TakesNoTime(flow.op(i))) continue;
-    INTERLACE_ASSIGN(const OpCost cost, model.Cost(flow.op(i)));
-    time += stages::TimeOf(cost);
-  }
-  std::string text;
-  for (size_t s = 0; s < times.size(); ++s) {
-    if (s < borders.size()) {
-      INTERLACE_ASSIGN(const OpCost cost,
-                       model.CollectiveCost(Exchange::kPointToPoint, axis, borders[s].bytes, /*units=*/1));
-      times[s][3] = stages::TimeOf(cost);
-    }
-    for (size_t k = 0; k < 4; ++k) text += (k > 0 ? "," : text.empty() ? "" : ";") + std::to_string(times[s][k]);
-  }
-  return text;
 }
 
 // How what crosses depends on rows: as the meta line says, which the stage with the most rows has written first.
@@ -115,7 +81,7 @@ Status FollowRows(Program& program, const Phase& phase, const stages::Flow& flow
           "give stages ",
           message.from.stage, " and ", message.to.stage, " the same dp, or choose another border");
   }
-  int64_t mean = static_cast<int64_t>(layout.ranks) - 1;
+  int64_t mean = layout.deal.ranks - 1;
   for (int32_t i = 0; i < flow.size(); ++i) {
     const Arg* name = flow.op(i).kind == OpKind::kOutput ? flow.op(i).Attr("name") : nullptr;
     if (name != nullptr && name->text == "loss" && layout.stage[i] >= 0) mean = layout.RankOf(layout.stage[i]);
@@ -151,6 +117,68 @@ Status CheckTensor(const Program& program, const stages::Layout& layout, const s
   return Ok{};
 }
 
+struct Dealt {
+  std::vector<stages::Border> borders;
+  stages::Layout layout;
+  std::optional<stages::Measured> measured;  // nullopt: sizes are not numbers yet
+};
+
+// Stages, and who has which.
+struct Dealing {
+  const Program& program;
+  const stages::Flow& flow;
+  CostModel& model;
+  const PassCosts& costs;
+  const std::string& axis;
+  const bool split;
+  const int64_t micro_batches;  // of a step; 0: not known yet
+
+  // `plain`: one stage a rank, whose memory as 1F1B this may take; nullptr: it is that itself.
+  Result<Dealt> As(const stages::Deal& deal, const std::string& at, const Dealt* plain = nullptr) const {
+    Dealt out;
+    INTERLACE_ASSIGN(out.borders, stages::ChosenBorders(program, flow, at, deal, model));
+    INTERLACE_ASSIGN(out.layout, stages::MakeLayout(program, flow, stages::StagesOf(flow, out.borders), deal, split));
+    Result<stages::Measured> measured = stages::Measure(program, flow, out.layout, out.borders, model, costs, axis);
+    if (!measured.ok()) return out;
+    out.measured = std::move(*measured);
+    if (plain == nullptr ? deal.chunks > 1 : !plain->measured.has_value()) return out;
+    if (micro_batches > 0)
+      out.measured->pipe.room = stages::RoomOf1F1B(plain == nullptr ? *out.measured : *plain->measured, *out.measured,
+                                                   micro_batches, program.AxisSize("dp"));
+    // What a backward part has sent is there for some micro-batches more, until the last stage takes it.
+    double sent = 0;
+    for (const stages::Border& border : out.borders) sent += border.bytes / 2;  // of one, times ranks
+    for (int64_t& room : out.measured->pipe.room)
+      room = std::max<int64_t>(room - (deal.v ? static_cast<int64_t>(sent) : 0), 0);
+    return out;
+  }
+
+  bool Transfers() const {
+    for (int32_t i = 0; i < flow.size(); ++i) {
+      if (TraitsOf(flow.op(i)).family == OpFamily::kCollective) return true;
+    }
+    return false;
+  }
+
+  // One stage a rank, or two as a V where a step then ends earlier with no more memory than 1F1B takes.
+  Result<Dealt> Fastest(int64_t ranks, const std::string& at) const {
+    Result<Dealt> plain = As({ranks}, at);
+    if (plain.ok() && at != "auto") return plain;
+    INTERLACE_ASSIGN(const Dealt as_1f1b, plain.ok() ? std::move(plain) : As({ranks}, "auto"));
+    Result<Dealt> v = As({ranks, 2, true}, at, &as_1f1b);
+    if (at != "auto") return v.ok() ? std::move(v) : std::move(plain);
+    // Waits for transfers of activations are not in the times, and stages half as long hide fewer of them.
+    if (Transfers()) return as_1f1b;
+    if (!v.ok() || !v->measured || !as_1f1b.measured || micro_batches == 0) return as_1f1b;
+    const stages::Pipe &straight = as_1f1b.measured->pipe, &bent = v->measured->pipe;
+    const stages::Lists there = stages::FastestSchedule(bent, micro_batches);
+    const bool faster =
+        stages::Fits(there, bent) &&
+        stages::Play(there, bent) < stages::Play(stages::FastestSchedule(straight, micro_batches), straight);
+    return faster ? std::move(v) : as_1f1b;
+  }
+};
+
 }  // namespace
 
 Result<bool> Pipeline(Program& program, const PassOptions& options) {
@@ -178,35 +206,40 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   if (rank >= ranks) return MakeError("stage=", rank, " of ", ranks, "; they count from 0");
   constexpr int64_t kMostChunks = 64;
   if (chunks > kMostChunks) return MakeError("chunks=", chunks, " is more than ", kMostChunks);
+  INTERLACE_ASSIGN(const int64_t micro_batches, options.Int("micro_batches", 0, 0));
   stages::TakeApart(program, *found);
   const Phase phase = *found;
   INTERLACE_TRY(CheckCuttable(program, phase));
   const stages::Flow flow(program, phase);
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(CostModel cost_model, costs.Model(program));
-  INTERLACE_ASSIGN(const std::vector<stages::Border> borders,
-                   stages::ChosenBorders(program, flow, options.Text("at", "auto"), ranks, chunks, cost_model));
+  INTERLACE_ASSIGN(const std::string how, options.Choice("deal", {"turns", "v", "auto"}));
+  if (how == "v" && chunks != 2)
+    return MakeError("deal=v gives each rank two stages, not ", chunks, "; write chunks=2");
+  if (how != "turns" && unlike)
+    return MakeError("deal=", how, " gives ranks two stages, which needs stages with as many ranks each");
+  const Dealing dealing{program, flow, cost_model, costs, axis, backward == "split", micro_batches};
+  const std::string at = options.Text("at", "auto");
+  INTERLACE_ASSIGN(const Dealt dealt,
+                   how == "auto" ? dealing.Fastest(ranks, at) : dealing.As({ranks, chunks, how == "v"}, at));
+  const stages::Layout& layout = dealt.layout;
   std::string text;
-  for (const stages::Border& border : borders) text += (text.empty() ? "" : "+") + border.param;
-  INTERLACE_ASSIGN(const stages::Layout layout,
-                   stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), ranks, backward == "split"));
+  for (const stages::Border& border : dealt.borders) text += (text.empty() ? "" : "+") + border.param;
   if (recut) INTERLACE_TRY(FollowRows(program, phase, flow, layout, *recut));
   if (recut) INTERLACE_TRY(CheckTensor(program, layout, recut->recut, recut->names));
-  const Result<std::string> times = TimesText(flow, layout, borders, cost_model, costs, axis, program);
-  INTERLACE_TRY(stages::WriteStage(program, flow, layout, recut ? &*recut : nullptr, axis, static_cast<int32_t>(rank),
-                                   static_cast<int32_t>(ranks * chunks)));
+  INTERLACE_TRY(stages::WriteStage(program, flow, layout, recut ? &*recut : nullptr, axis, static_cast<int32_t>(rank)));
   for (Phase& part : program.phases) stages::PutTogether(program, part);
   program.SetMeta("stages", text);
   for (const Phase& part : program.phases) {
     for (OpId id : part.ops) {
       if (std::as_const(program).op(id).Attr(stages::kStage) == nullptr) continue;
-      std::erase_if(program.op(id).attrs, [](const NamedArg& attr) {
-        return attr.name == stages::kStage || attr.name == stages::kMark;
-      });
+      std::erase_if(program.op(id).attrs,
+                    [](const NamedArg& attr) { return attr.name == stages::kStage || attr.name == stages::kMark; });
     }
   }
   // Of stages with unlike ranks the first that is made tells the others.
-  if (times.ok() && program.Meta("stages.times") == nullptr) program.SetMeta("stages.times", *times);
+  if (dealt.measured && program.Meta("stages.times") == nullptr) stages::WritePipe(program, dealt.measured->pipe);
+  stages::WriteDeal(program, layout);
   if (!recut) program.stage = StageOf{axis, rank};
   program.Compact();
   return true;

@@ -1,9 +1,9 @@
 // list_schedule.h — orders of a pipeline's runs made by running it: whoever is free takes what is there, a backward
 // part before a forward part before gradients of weights, which fill what would be waits. With equal times that is
-// ZB-H1 of Qi et al. 2024; with those of the stages it fits them.
+// ZB-H1 of Qi et al. 2024; with those of the stages it fits them. Of stages dealt as a V forward and backward parts are
+// in the order of ZB-V at first, and gradients of weights fill the waits.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -11,21 +11,22 @@
 
 namespace interlace::stages {
 
+using Lists = std::vector<std::vector<Run>>;  // by rank
+
 struct ListOptions {
-  // Micro-batches that stage k holds at most, from their forward part until nothing needs their values: `ranks` - k as
-  // 1F1B does, or `ranks` on all, as many as its first stage.
+  // Stage k holds `ranks` - k micro-batches at most, from their forward part until nothing needs their values, as 1F1B
+  // does; else as many as there is room for.
   bool as_1f1b = false;
   double worth = 0;  // gradients of weights begin where the wait that is known is this part of their time
 };
 
-// One list a stage. `times`: of each; the first stage has no gradients of weights apart.
-std::vector<std::vector<Run>> ListSchedule(const std::vector<StageTime>& times, int64_t micro_batches,
-                                           const ListOptions& options);
-// When the last run of such lists ends, each begun as soon as its rank is free and what it needs is there (gradients of
-// weights also need that the stage before has begun to take what the backward part sent). -1: never.
-int64_t EndOf(const std::vector<std::vector<Run>>& runs, const std::vector<StageTime>& times);
-// The one that ends first of 1F1B with gradients of weights behind their backward parts and of list schedules that hold
-// no more micro-batches on any stage than 1F1B does on its first, annealed: runs that others wait for change places.
-std::vector<std::vector<Run>> FastestSchedule(const std::vector<StageTime>& times, int64_t micro_batches);
+// One stage a rank; the first has no gradients of weights apart.
+Lists ListSchedule(const Pipe& pipe, int64_t micro_batches, const ListOptions& options);
+// Dealt as a V.
+Lists Filled(const Pipe& pipe, int64_t micro_batches, double worth, const Less& less = {});
+// The one that ends first of 1F1B (one stage a rank) with gradients of weights behind their backward parts and of list
+// schedules, annealed: runs that others wait for change places. None holds more bytes on a rank than there is room for,
+// but where 1F1B or all that there is does. The last few that were asked for are remembered: all stages ask the same.
+Lists FastestSchedule(const Pipe& pipe, int64_t micro_batches);
 
 }  // namespace interlace::stages

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "ir/op_table.h"
 #include "ir/text.h"
@@ -100,9 +101,47 @@ class Planner {
     }
   }
 
-  // What no other stage needs, directly or through other ops, can wait.
+  // By storage: the stages that it must be there for in the backward part, to be read or until it has been sent.
+  std::map<ValueId, std::set<int32_t>> StagesWith() const {
+    std::map<ValueId, std::set<int32_t>> out;
+    for (int32_t i = 0; i < flow_.size(); ++i) {
+      if (layout_.stage[i] < 0) continue;
+      for (ValueId root : flow_.Needs(i)) {
+        const int32_t def = flow_.DefOf(root);
+        if (def < 0 || layout_.stage[def] < 0) continue;
+        if (i >= flow_.first_backward()) out[root].insert(layout_.stage[i]);
+        if (layout_.RankOf(layout_.stage[def]) != layout_.RankOf(layout_.stage[i]))
+          out[root].insert(layout_.stage[def]);
+      }
+    }
+    for (const auto& [grad, parts] : layout_.gradients) {
+      for (const GradPart& part : parts) {
+        for (ValueId id : part.values) out[program_.RootOf(id)].insert(part.place.stage);
+      }
+    }
+    return out;
+  }
+
+  // What no other stage needs, directly or through other ops, can wait. But a storage goes from place to place of a
+  // rank in one order, and gradients of weights of one stage are made before or behind the backward part of another:
+  // what reads a storage that both must have does not wait.
   void SplitBackward() {
+    const std::map<ValueId, std::set<int32_t>> stages = StagesWith();
+    const auto elsewhere = [&](ValueId root, int32_t stage) {
+      const auto found = stages.find(root);
+      return found != stages.end() && std::any_of(found->second.begin(), found->second.end(), [&](int32_t other) {
+               return other != stage && layout_.RankOf(other) == layout_.RankOf(stage);
+             });
+    };
     std::vector<char> needed(static_cast<size_t>(program_.num_values()), 0);  // by root
+    for (const auto& [grad, parts] : layout_.gradients) {
+      for (const GradPart& part : parts) {
+        for (ValueId id : part.values) {
+          const int32_t def = flow_.DefOf(program_.RootOf(id));
+          if (def >= 0 && layout_.stage[def] != part.place.stage) needed[program_.RootOf(id)] = 1;
+        }
+      }
+    }
     for (int32_t i = flow_.size(); i-- > flow_.first_backward();) {
       if (layout_.stage[i] < 0) continue;
       const int32_t stage = layout_.stage[i];
@@ -111,6 +150,7 @@ class Planner {
       for (ValueId id : op.results) soon = soon || (id != kNone && needed[program_.RootOf(id)] != 0);
       for (ValueId id : WrittenOperands(program_, op)) soon = soon || needed[program_.RootOf(id)] != 0;
       if (IsWait(op)) ForEachOperand(op, [&](ValueId id) { soon = soon || needed[program_.RootOf(id)] != 0; });
+      for (ValueId root : flow_.Needs(i)) soon = soon || elsewhere(root, stage);
       if (!soon) layout_.turn[i] = Turn::kWeights;
       for (ValueId root : flow_.Needs(i)) {
         const int32_t from = flow_.DefOf(root);
@@ -219,10 +259,9 @@ std::vector<ValueId> CrossingRoots(const Program& program, const Layout& layout)
   return roots;
 }
 
-Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, int64_t ranks,
-                          bool split) {
+Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, Deal deal, bool split) {
   Layout layout;
-  layout.ranks = ranks;
+  layout.deal = deal;
   layout.stage = std::move(stage);
   INTERLACE_TRY(Planner(program, flow, layout).Run(split));
   return layout;

@@ -1,9 +1,9 @@
 // messages.h — which ops run where, and what travels, when a captured program is cut into stages.
 //
-// A model of V stages runs on S ranks, stage k on rank k % S. A micro-batch passes the places of a rank in this order:
+// A model's stages are dealt to ranks (deal.h). A micro-batch passes the places of a rank in this order:
 //
-//   forward of its stages, first to last | backward, last to first | where what that sent is waited for, last to first |
-//   gradients of weights, last to first (when split)
+//   forward of its stages, first to last | backward, last to first | gradients of weights, last to first (when split) |
+//   where what backward parts sent is waited for, last to first
 //
 // A parameter whose gradient comes from several ranks (a tied embedding) is on all of these; their parts are added up
 // when the step ends. Any other storage is made in one place; every other rank that needs it gets one message, which is
@@ -16,11 +16,12 @@
 #include <vector>
 
 #include "base/result.h"
+#include "passes/stages/deal.h"
 #include "passes/stages/flow.h"
 
 namespace interlace::stages {
 
-enum class Turn : uint8_t { kForward, kBackward, kSent, kWeights };
+enum class Turn : uint8_t { kForward, kBackward, kWeights, kSent };
 
 struct Station {
   int32_t stage = 0;
@@ -43,7 +44,7 @@ struct GradPart {
 };
 
 struct Layout {
-  int64_t ranks = 1;           // along the axis of the stages
+  Deal deal;                   // to the ranks along the axis of the stages
   std::vector<int32_t> stage;  // by op; -1: any, or none (sums that the parts of a shared gradient stand for)
   std::vector<Turn> turn;      // by op
   std::vector<int32_t> home;   // by value: of a parameter the first stage that has it; -1
@@ -51,7 +52,7 @@ struct Layout {
   std::map<ValueId, std::vector<int64_t>> shared;  // by parameter that several ranks have and change: those, ascending
   std::map<int32_t, std::vector<GradPart>> gradients;  // of shared parameters, by index of the op `grad`
   std::vector<Message> messages;                       // in the order they are sent
-  int32_t RankOf(int32_t of_stage) const { return static_cast<int32_t>(of_stage % ranks); }
+  int32_t RankOf(int32_t of_stage) const { return deal.RankOf(of_stage); }
   // A parameter that changes, and that another rank has.
   bool IsForeign(ValueId root, int32_t rank) const;
   bool At(int32_t op, const Station& place) const { return stage[op] == place.stage && turn[op] == place.turn; }
@@ -62,7 +63,6 @@ std::vector<ValueId> CrossingRoots(const Program& program, const Layout& layout)
 
 // `split`: gradients of weights have a turn of their own. Error: something would have to be sent against the order of
 // places, or is changed by one rank and read by another.
-Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, int64_t ranks,
-                          bool split);
+Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, Deal deal, bool split);
 
 }  // namespace interlace::stages

@@ -5,13 +5,10 @@
 // keep their order in every schedule that is offered; whether a set of programs fits is checked as a whole
 // (program_set.h). Option: schedule. Error: the program is no stage, a schedule that does not go with its phases.
 #include <algorithm>
-#include <charconv>
 #include <map>
 
-#include "base/scan.h"
 #include "passes/passes.h"
-#include "passes/stages/list_schedule.h"
-#include "passes/stages/schedules.h"
+#include "passes/stages/stage_times.h"
 
 namespace interlace {
 namespace {
@@ -27,22 +24,22 @@ bool OnlyWaits(const Program& program, const Phase& phase) {
   return !phase.ops.empty() && std::all_of(phase.ops.begin(), phase.ops.end(),
                                            [&](OpId id) { return program.op(id).kind == OpKind::kSendWait; });
 }
-
-// The meta line that `pipeline` writes.
-Result<std::vector<stages::StageTime>> ReadTimes(const std::string& text) {
-  std::vector<stages::StageTime> out;
-  for (std::string_view stage : Split(text, ';')) {
-    std::vector<int64_t> numbers;
-    for (std::string_view word : Split(stage, ',')) {
-      int64_t number = -1;
-      const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), number);
-      if (problem != std::errc() || end != word.data() + word.size() || number < 0 || number > (int64_t{1} << 50))
-        return MakeError("meta \"stages.times\" has '", word, "' where picoseconds are expected");
-      numbers.push_back(number);
+// By place of a backward part on a micro-batch's path: the phase that waits for what was sent there. A storage that two
+// of a rank's stages send or read is waited for behind the last of them.
+std::map<int64_t, const Phase*> ByPlace(const std::vector<const Phase*>& waits, const std::vector<const Phase*>& path,
+                                        int64_t chunks) {
+  std::map<int64_t, const Phase*> out;
+  for (const Phase* wait : waits) {
+    int64_t place = -1;
+    for (size_t at = 0; at < path.size(); ++at) {
+      for (const Carried& save : path[at]->saves) {
+        const bool waited = std::any_of(wait->loads.begin(), wait->loads.end(),
+                                        [&](const Carried& load) { return load.name == save.name; });
+        const auto index = static_cast<int64_t>(at);  // gradients of weights stand behind all backward parts
+        if (waited) place = std::max(place, index < 2 * chunks ? index : index - chunks);
+      }
     }
-    if (numbers.size() != 4)
-      return MakeError("meta \"stages.times\" has ", numbers.size(), " numbers for a stage, not 4");
-    out.push_back({numbers[0], numbers[1], numbers[2], numbers[3]});
+    if (place >= 0) out[place] = wait;
   }
   return out;
 }
@@ -51,7 +48,7 @@ Result<std::vector<stages::StageTime>> ReadTimes(const std::string& text) {
 
 Result<bool> Order(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const std::string schedule,
-                   options.Choice("schedule", {"1f1b", "gpipe", "interleaved", "zero_bubble", "auto"}));
+                   options.Choice("schedule", {"1f1b", "gpipe", "interleaved", "zero_bubble", "v", "auto"}));
   if (!program.stage) return MakeError("order arranges the phases of a pipeline's stage; run pipeline before");
   if (program.width > 1)
     return MakeError("micro-batches of a pipeline run one by one, not ", program.width, " side by side");
@@ -68,33 +65,32 @@ Result<bool> Order(Program& program, const PassOptions& options) {
   }
   stages::Shape shape;
   shape.rank = program.stage->index;
-  shape.ranks = program.Stages();
   shape.micro_batches = program.accumulation;
   const auto forward = static_cast<int64_t>(
       std::count_if(path[0].begin(), path[0].end(), [&](const Phase* phase) { return IsForward(program, *phase); }));
   const auto phases = static_cast<int64_t>(path[0].size());
-  shape.chunks = std::max<int64_t>(forward, 1);
-  const int64_t with_weights = shape.chunks * 3 - (shape.rank == 0 ? 1 : 0);
+  const int64_t chunks = std::max<int64_t>(forward, 1);
+  INTERLACE_ASSIGN(const stages::Pipe pipe, stages::ReadPipe(program, program.Stages(), chunks));
+  shape.deal = pipe.deal;
+  const int64_t with_weights = chunks * 3 - (shape.rank == 0 ? 1 : 0);
   // All ranks must take a schedule for the same; the first stage, and one where no gradient can wait, lack W.
-  shape.split = phases == with_weights || ((schedule == "zero_bubble" || schedule == "auto") && shape.chunks == 1);
-  if (phases != with_weights && phases != shape.chunks * 2) {
+  shape.split = phases == with_weights || ((schedule == "zero_bubble" || schedule == "auto") && chunks == 1);
+  if (phases != with_weights && phases != chunks * 2) {
     return MakeError("stage ", shape.rank, " has ", forward, " forward and ", phases - forward,
                      " backward phases; a schedule needs as many of both");
   }
-  std::vector<stages::StageTime> times;
-  if (const std::string* text = program.Meta("stages.times"); text != nullptr) {
-    INTERLACE_ASSIGN(times, ReadTimes(*text));
-  }
-  INTERLACE_ASSIGN(const std::vector<stages::Run> runs, stages::RunsOf(schedule, shape, times));
+  INTERLACE_ASSIGN(const std::vector<stages::Run> runs, stages::RunsOf(schedule, shape, pipe));
+  std::vector<std::map<int64_t, const Phase*>> sent;  // by micro-batch
+  for (size_t m = 0; m < path.size(); ++m) sent.push_back(ByPlace(waits[m], path[m], chunks));
   std::vector<OrderEntry> order = std::move(head);
   for (const stages::Run& run : runs) {
     int64_t at = run.chunk;
-    if (run.turn != stages::Turn::kForward) at = 2 * shape.chunks - 1 - run.chunk;
-    if (run.turn == stages::Turn::kWeights) at += shape.chunks;
-    if (run.turn == stages::Turn::kSent) at = shape.chunks - 1 - run.chunk;
-    const auto& of = (run.turn == stages::Turn::kSent ? waits : path)[static_cast<size_t>(run.micro_batch)];
-    if (at >= static_cast<int64_t>(of.size())) continue;
-    const std::string& name = of[static_cast<size_t>(at)]->name;
+    if (run.turn != stages::Turn::kForward) at = 2 * chunks - 1 - run.chunk;
+    if (run.turn == stages::Turn::kWeights) at += chunks;
+    const auto m = static_cast<size_t>(run.micro_batch);
+    const bool waits_only = run.turn == stages::Turn::kSent;
+    if (waits_only ? !sent[m].contains(at) : at >= static_cast<int64_t>(path[m].size())) continue;
+    const std::string& name = (waits_only ? sent[m].at(at) : path[m][static_cast<size_t>(at)])->name;
     if (!order.empty() && order.back().phase == name && order.back().first != kNone &&
         order.back().first + order.back().count == run.micro_batch) {
       ++order.back().count;

@@ -16,7 +16,7 @@ using testing::InterpretSet;
 using testing::RunResult;
 
 struct Counts {
-  int run = 0, refused = 0, sent = 0, shared = 0;
+  int run = 0, refused = 0, sent = 0, shared = 0, v = 0;
 };
 
 // What stands in the way of a cut, said before anything runs.
@@ -43,10 +43,12 @@ void Check(uint64_t seed, Counts& counts) {
   if (random() % 2) test.run.accumulate_mode = "reduce_last";
   const int64_t stages = 2 + static_cast<int64_t>(random() % 3);
   const int64_t chunks = random() % 4 == 0 ? 2 : 1;
-  const bool split = chunks == 1 && random() % 3 == 0;
+  const bool v = chunks > 1 && random() % 2;
+  const bool split = v || (chunks == 1 && random() % 3 == 0);
   std::string schedule = "1f1b";
   if (split && random() % 2) schedule = random() % 2 ? "zero_bubble" : "auto";
-  if (chunks > 1) schedule = test.run.accumulation % stages == 0 && random() % 2 ? "interleaved" : "gpipe";
+  if (v) schedule = random() % 2 ? "v" : "auto";
+  if (chunks > 1 && !v) schedule = test.run.accumulation % stages == 0 && random() % 2 ? "interleaved" : "gpipe";
   if (chunks == 1 && random() % 3 == 0) schedule = "gpipe";
   const char* strategies[] = {"shard", "zero1", "replicate"};
   const std::string strategy = strategies[random() % 3];
@@ -60,7 +62,8 @@ void Check(uint64_t seed, Counts& counts) {
   for (int64_t s = 0; s < stages; ++s) {
     Program program = test.Captured();
     const std::string pipeline = start + ",pipeline(stage=" + std::to_string(s) + ",chunks=" + std::to_string(chunks) +
-                                 ",backward=" + (split ? "split" : "whole") + ",cluster=h100-80gb-16)" + rest;
+                                 (v ? ",deal=v" : "") + ",backward=" + (split ? "split" : "whole") +
+                                 ",cluster=h100-80gb-16)" + rest;
     SCOPED_TRACE(pipeline);
     const Status done = Apply(program, pipeline);
     if (!done.ok() && IsRefusal(done.error())) {
@@ -96,6 +99,7 @@ void Check(uint64_t seed, Counts& counts) {
     for (size_t i = 0; i < runs.size(); ++i) EXPECT_LT(Apart(runs[i], actual->outputs.at(name)[i]), 1e-9) << name;
   }
   counts.shared += shares ? 1 : 0;
+  counts.v += v ? 1 : 0;
   ++counts.run;
 }
 
@@ -106,6 +110,7 @@ TEST(PipelineProperty, StagesTogetherHaveTheBitsOfTheTextbookStep) {
   EXPECT_GT(counts.run, rounds / 4) << counts.refused << " refused";
   EXPECT_GT(counts.sent, counts.run);
   EXPECT_GT(counts.shared, 0);
+  EXPECT_GT(counts.v, 0);
   RecordProperty("refused", counts.refused);
 }
 

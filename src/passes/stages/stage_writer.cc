@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -12,6 +11,7 @@
 #include "passes/phase_editor.h"
 #include "passes/sharding.h"
 #include "passes/stages/exchange.h"
+#include "passes/stages/stage_lives.h"
 #include "passes/stages/stage_tables.h"
 
 namespace interlace::stages {
@@ -20,20 +20,19 @@ namespace {
 class StageWriter {
  public:
   StageWriter(Program& program, const Flow& flow, const Layout& layout, const Unlike* unlike, std::string axis,
-              int32_t rank, int32_t count)
+              int32_t rank)
       : program_(program),
         flow_(flow),
         layout_(layout),
+        lives_(program, flow, layout, rank),
         exchange_(program, layout, unlike, rank),
         axis_(std::move(axis)),
-        rank_(rank),
-        count_(count) {}
+        rank_(rank) {}
 
   Status Run() {
-    FindStations();
-    INTERLACE_TRY(FindLives());
+    INTERLACE_TRY(lives_.Find());
     std::vector<Phase> phases;
-    for (size_t p = 0; p < stations_.size(); ++p) {
+    for (size_t p = 0; p < lives_.places().size(); ++p) {
       INTERLACE_TRY(Write(p));
       phases.push_back(std::move(phase_));
     }
@@ -44,122 +43,10 @@ class StageWriter {
   }
 
  private:
-  bool Here(int32_t stage) const { return layout_.RankOf(stage) == rank_; }
-
-  // Places of this rank that have something to do, in the order a micro-batch comes by.
-  void FindStations() {
-    const auto add = [&](const Station& place) {
-      if (Here(place.stage) && std::find(stations_.begin(), stations_.end(), place) == stations_.end())
-        stations_.push_back(place);
-    };
-    for (int32_t i = 0; i < flow_.size(); ++i) {
-      if (layout_.stage[i] >= 0) add({layout_.stage[i], layout_.turn[i]});
-    }
-    for (const auto& [grad, parts] : layout_.gradients) {
-      for (const GradPart& part : parts) add(part.place);
-    }
-    for (const Message& message : layout_.messages) {
-      add(message.from);
-      add(message.to);
-    }
-    for (const Message& message : layout_.messages) {
-      if (message.from.turn == Turn::kBackward) add({message.from.stage, Turn::kSent});
-    }
-    std::sort(stations_.begin(), stations_.end(), Before);
-  }
-
-  int32_t StationIndex(const Station& place) const {
-    const auto found = std::find(stations_.begin(), stations_.end(), place);
-    return found == stations_.end() ? -1 : static_cast<int32_t>(found - stations_.begin());
-  }
-
-  // A storage of this rank that more than one place may need.
-  struct Life {
-    int32_t from = -1;         // place where it is made or received
-    std::set<int32_t> wanted;  // places
-    bool received = false;
-    int32_t sender = 0;  // its stage
-  };
-
-  bool IsForeign(ValueId root) const { return layout_.IsForeign(root, rank_); }
-  // Declared here: seen in every phase.
-  bool IsDeclared(ValueId root) const { return flow_.DefOf(root) < 0 && !IsForeign(root); }
-  // Made again in every place that uses it: casts of parameters that are there.
-  bool IsMadeAnew(ValueId root) const {
-    const int32_t def = flow_.DefOf(root);
-    return def >= 0 && flow_.op(def).Attr(kOnShard) != nullptr;
-  }
-
-  void Want(ValueId root, int32_t place) {
-    if (IsDeclared(root)) return;
-    const int32_t def = flow_.DefOf(root);
-    if (IsMadeAnew(root)) return Want(program_.RootOf(flow_.op(def).args[0].value), place);
-    const bool first = lives_.find(root) == lives_.end();
-    lives_[root].wanted.insert(place);
-    if (!first || def < 0 || !flow_.Repeats(def)) return;
-    lives_[root].from = place;  // made where it is first needed, and kept
-    ForEachOperand(flow_.op(def), [&](ValueId id) { Want(program_.RootOf(id), place); });
-  }
-
-  Status FindLives() {
-    for (const Message& message : layout_.messages) {
-      if (Here(message.to.stage)) {
-        Life& life = lives_[message.root];
-        life.from = StationIndex(message.to);
-        life.received = true;
-        life.sender = message.from.stage;
-        life.wanted.insert(life.from);
-      }
-    }
-    for (size_t p = 0; p < stations_.size(); ++p) {
-      const auto place = static_cast<int32_t>(p);
-      for (int32_t i = 0; i < flow_.size(); ++i) {
-        if (const GradPart* part = PartAt(i, stations_[p])) {
-          for (ValueId id : part->values) Want(program_.RootOf(id), place);
-        }
-        if (!layout_.At(i, stations_[p])) continue;
-        for (ValueId id : flow_.op(i).results) {
-          if (id != kNone && program_.RootOf(id) == id) lives_[id].from = place, lives_[id].wanted.insert(place);
-        }
-        if (flow_.op(i).kind == OpKind::kGrad) {
-          Want(program_.RootOf(flow_.op(i).args[1].value), place);
-        } else {
-          ForEachOperand(flow_.op(i), [&](ValueId id) { Want(program_.RootOf(id), place); });
-        }
-      }
-      for (const Message& message : layout_.messages) {
-        if (!(message.from == stations_[p])) continue;
-        Want(message.root, place);
-        if (const int32_t end = WaitedAt(message); end > place) Want(message.root, end);
-      }
-    }
-    for (const auto& [root, life] : lives_) {
-      if (life.from < 0 || *life.wanted.begin() < life.from) {
-        return MakeError("%", root, " would be needed before it is made; choose other borders of the stages");
-      }
-    }
-    return Ok{};
-  }
-
-  // What this rank adds to the shared gradient of op `index` at a place; nullptr: nothing.
-  const GradPart* PartAt(int32_t index, const Station& place) const {
-    const auto found = layout_.gradients.find(index);
-    if (found == layout_.gradients.end()) return nullptr;
-    for (const GradPart& part : found->second) {
-      if (part.place == place) return &part;
-    }
-    return nullptr;
-  }
-
-  // The place where a message that is sent is waited for.
-  int32_t WaitedAt(const Message& message) const {
-    const Turn turn = message.from.turn == Turn::kForward ? Turn::kBackward : Turn::kSent;
-    return std::max(StationIndex(message.from), StationIndex({message.from.stage, turn}));
-  }
-
-  // ---- one phase ----
-
   static std::string Name(ValueId root) { return "v" + std::to_string(root); }
+  static std::string NameOf(const StageLives::Key& key) {
+    return Name(key.first) + (key.second > 0 ? "." + std::to_string(key.second) : "");
+  }
   std::string TokenName(const Message& message, int64_t number) const {
     const std::string name = "sent." + Name(message.root) + "." + std::to_string(layout_.RankOf(message.to.stage));
     return exchange_.Count(message.to.stage) == 1 ? name : name + "." + std::to_string(number);
@@ -167,32 +54,34 @@ class StageWriter {
 
   // A message's storage is copied to be sent: it is gathered, or its pieces lie apart.
   bool IsCopied(const Message& message) const {
-    return IsDeclared(message.root) || exchange_.InBlocks(message.root, message.to.stage);
+    return lives_.IsDeclared(message.root) || exchange_.InBlocks(message.root, message.to.stage);
   }
   Type CopiedFor(const Message& message) {
-    if (exchange_.InBlocks(message.root, message.to.stage)) return exchange_.PieceOf(message.root, exchange_.Pieces(message.to.stage));
+    if (exchange_.InBlocks(message.root, message.to.stage))
+      return exchange_.PieceOf(message.root, exchange_.Pieces(message.to.stage));
     return Copied(message.root);
   }
 
   std::string NameOf(const Station& place) const {
-    const char* turn = std::array{"forward", "backward", "sent", "weights"}[static_cast<size_t>(place.turn)];
-    const int64_t chunk = place.stage / layout_.ranks;
-    return count_ > layout_.ranks ? std::string(turn) + "." + std::to_string(chunk) : turn;
+    const char* turn = std::array{"forward", "backward", "weights", "sent"}[static_cast<size_t>(place.turn)];
+    return layout_.deal.chunks > 1 ? std::string(turn) + "." + std::to_string(layout_.deal.ChunkOf(place.stage)) : turn;
   }
 
   Status Write(size_t index) {
     here_ = static_cast<int32_t>(index);
-    const Station& place = stations_[index];
+    const Station& place = lives_.places()[index];
     phase_ = Phase{NameOf(place), {}, {}, {}};
     now_.clear();
     arriving_.clear();
     sent_.clear();
     part_ = place.turn == Turn::kForward ? Part::kForward : Part::kBackward;
-    for (const auto& [root, life] : lives_) {
-      if (life.from != here_ && life.wanted.contains(here_)) Load(Name(root), root, Stored(root));
+    for (const auto& [key, life] : lives_.lives()) {
+      if (life.from != here_ && life.wanted.contains(here_)) Load(NameOf(key), key.first, Stored(key.first));
     }
     for (const Message& message : layout_.messages) {  // the tokens of what was sent before
-      if (!Here(message.from.stage) || WaitedAt(message) != here_ || StationIndex(message.from) == here_) continue;
+      if (!lives_.IsHere(message.from.stage) || lives_.WaitedAt(message) != here_ ||
+          lives_.IndexOf(message.from) == here_)
+        continue;
       for (int64_t number = 0; number < exchange_.Count(message.to.stage); ++number) {
         const ValueId token = AddLoad(TokenName(message, number), Token());
         if (IsCopied(message)) AddLoad(TokenName(message, number) + ".copy", CopiedFor(message));
@@ -205,21 +94,21 @@ class StageWriter {
     INTERLACE_TRY(SendAfter(-1));
     for (int32_t i = 0; i < flow_.size(); ++i) {
       if (layout_.At(i, place)) Clone(flow_.op(i));
-      if (const GradPart* part = PartAt(i, place)) AddGradient(flow_.op(i), part->values);
+      if (const GradPart* part = lives_.PartAt(i, place)) AddGradient(flow_.op(i), part->values);
       INTERLACE_TRY(SendAfter(i));
     }
     while (!arriving_.empty()) Arrive(arriving_.begin()->first);
     for (const Sent& sent : sent_) {
-      if (WaitedAt(*sent.message) != here_) {
+      if (lives_.WaitedAt(*sent.message) != here_) {
         phase_.saves.push_back({TokenName(*sent.message, sent.number), sent.token});
         if (sent.copy != kNone) phase_.saves.push_back({TokenName(*sent.message, sent.number) + ".copy", sent.copy});
       } else {
         Finish(OpKind::kSendWait, sent.token);
       }
     }
-    for (const auto& [root, life] : lives_) {
+    for (const auto& [key, life] : lives_.lives()) {
       if (life.wanted.contains(here_) && *life.wanted.rbegin() > here_)
-        phase_.saves.push_back({Name(root), now_.at(root)});
+        phase_.saves.push_back({NameOf(key), now_.at(key.first)});
     }
     return Ok{};
   }
@@ -228,10 +117,10 @@ class StageWriter {
   // may be put together of pieces.
   Type Stored(ValueId root) {
     const Type& type = program_.value(root).type;
-    const auto found = lives_.find(root);
-    if (found == lives_.end() || !found->second.received) return type;
+    const StageLives::Life* const life = lives_.Received(root);
+    if (life == nullptr) return type;
     if (exchange_.Of(root).kind == Crossing::Kind::kRows) return exchange_.PieceOf(root, 1);
-    if (exchange_.PartsFrom(root, found->second.sender) > 1) return Exchange::Flat(type, 1);
+    if (exchange_.PartsFrom(root, life->sender) > 1) return Exchange::Flat(type, 1);
     if (program_.IsContiguous(type)) return type;
     const Dim count = program_.NumElements(type);
     return Type{type.dtype, {count}, {Dim(1)}};
@@ -256,8 +145,10 @@ class StageWriter {
     return op;
   }
   void Finish(OpKind kind, ValueId value) { Add(kind).args = {Arg::Of(value)}; }
-  void Address(Op& op, ValueId root, int32_t stage, int64_t number) {
+  // A channel for each chunk of the sender: between two ranks, forward and backward parts come in any order.
+  void Address(Op& op, ValueId root, int32_t stage, int64_t number, int32_t sender) {
     op.SetAttr("axis", Arg::Word(axis_));
+    if (const int32_t chunk = layout_.deal.ChunkOf(sender); chunk > 0) op.SetAttr("channel", Arg::Int(Dim(chunk)));
     op.SetAttr("peer", Arg::Int(exchange_.Peer(program_.dims, stage, number)));
     op.SetAttr("message", Arg::String(exchange_.NameOr(root, Name(root))));
   }
@@ -268,7 +159,7 @@ class StageWriter {
     const int64_t parts = exchange_.PartsFrom(message.root, from);
     for (int64_t number = 0; number < exchange_.Count(from); ++number) {
       Op& op = Add(OpKind::kRecvStart);
-      Address(op, message.root, from, number);
+      Address(op, message.root, from, number, from);
       const Type type = rows ? exchange_.PieceOf(message.root, exchange_.Pieces(from)) : Stored(message.root);
       arriving_[message.root].push_back(program_.AddResult(op, parts > 1 ? Exchange::Flat(type, parts) : type));
     }
@@ -285,7 +176,7 @@ class StageWriter {
   ValueId Assembled(ValueId root, const std::vector<ValueId>& came) {
     const Crossing crossing = exchange_.Of(root);
     const bool rows = crossing.kind == Crossing::Kind::kRows;
-    const int32_t sender = lives_.at(root).sender;
+    const int32_t sender = lives_.Received(root)->sender;
     const int64_t parts = exchange_.PartsFrom(root, sender);
     const auto width = static_cast<size_t>(exchange_.Width(sender));
     std::vector<ValueId> pieces;
@@ -328,11 +219,11 @@ class StageWriter {
 
   Status SendAfter(int32_t index) {
     for (const Message& message : layout_.messages) {
-      if (!(message.from == stations_[static_cast<size_t>(here_)]) || message.after != index) continue;
+      if (!(message.from == lives_.places()[static_cast<size_t>(here_)]) || message.after != index) continue;
       const int64_t pieces = exchange_.Pieces(message.to.stage);
       const bool apart = exchange_.Of(message.root).kind == Crossing::Kind::kRows;
       ValueId value = Use(message.root), copied = kNone;
-      if (IsDeclared(message.root)) {  // gathered here or not, it stays what it is until it has been sent
+      if (lives_.IsDeclared(message.root)) {  // gathered here or not, it stays what it is until it has been sent
         Op& copy = Add(OpKind::kCopy);
         copy.args = {Arg::Of(value)};
         value = copied = program_.AddResult(copy, Copied(message.root));
@@ -344,7 +235,8 @@ class StageWriter {
       if (!program_.IsContiguous(type) && !apart) {
         value = AddPart(value, Type{type.dtype, {program_.NumElements(type)}, {Dim(1)}}, Dim(0));
       }
-      const int64_t width = exchange_.Width(message.to.stage), parts = exchange_.PartsTo(message.root, message.to.stage);
+      const int64_t width = exchange_.Width(message.to.stage),
+                    parts = exchange_.PartsTo(message.root, message.to.stage);
       for (int64_t number = 0; number < pieces * width; ++number) {
         ValueId part = value;
         if (apart) {
@@ -365,7 +257,7 @@ class StageWriter {
         }
         Op& op = Add(OpKind::kSendStart);
         op.args = {Arg::Of(part)};
-        Address(op, message.root, message.to.stage, number);
+        Address(op, message.root, message.to.stage, number, message.from.stage);
         sent_.push_back({&message, number, program_.AddResult(op, Token()), copied});
       }
     }
@@ -383,9 +275,9 @@ class StageWriter {
     Arrive(root);
     const auto found = now_.find(id);
     if (found != now_.end()) return Shown(found->second, id);
-    if (root == id && IsDeclared(root)) return id;
+    if (root == id && lives_.IsDeclared(root)) return id;
     ValueId storage = root;
-    if (!IsDeclared(root)) {
+    if (!lives_.IsDeclared(root)) {
       if (now_.find(root) == now_.end()) Clone(flow_.op(flow_.DefOf(root)));
       storage = now_.at(root);
       if (const auto made = now_.find(id); made != now_.end()) return Shown(made->second, id);
@@ -444,7 +336,7 @@ class StageWriter {
       program_.op(id).results[i] = value.id;
     }
     // Of a parameter of another rank there is no shard to cast.
-    if (op.Attr(kOnShard) != nullptr && IsForeign(program_.RootOf(op.args[0].value)))
+    if (op.Attr(kOnShard) != nullptr && lives_.IsForeign(program_.RootOf(op.args[0].value)))
       std::erase_if(program_.op(id).attrs, [](const NamedArg& attr) { return attr.name == kOnShard; });
     phase_.ops.push_back(id);
   }
@@ -470,11 +362,10 @@ class StageWriter {
   Program& program_;
   const Flow& flow_;
   const Layout& layout_;
+  StageLives lives_;
   const Exchange exchange_;
   const std::string axis_;
-  const int32_t rank_, count_;
-  std::vector<Station> stations_;
-  std::map<ValueId, Life> lives_;  // by root
+  const int32_t rank_;
   // Of the phase that is written:
   int32_t here_ = 0;
   Phase phase_;
@@ -493,8 +384,8 @@ class StageWriter {
 }  // namespace
 
 Status WriteStage(Program& program, const Flow& flow, const Layout& layout, const Unlike* unlike, std::string axis,
-                  int32_t rank, int32_t count) {
-  return StageWriter(program, flow, layout, unlike, std::move(axis), rank, count).Run();
+                  int32_t rank) {
+  return StageWriter(program, flow, layout, unlike, std::move(axis), rank).Run();
 }
 
 }  // namespace interlace::stages

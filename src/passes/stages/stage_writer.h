@@ -9,16 +9,16 @@
 #include <string>
 
 #include "base/result.h"
+#include "passes/stages/exchange.h"
 #include "passes/stages/flow.h"
 #include "passes/stages/messages.h"
-#include "passes/stages/exchange.h"
 
 namespace interlace::stages {
 
-// `rank`: along `axis`; `count`: stages in all; `unlike`: nullptr where stages have as many ranks. The program is that
+// `rank`: along `axis`; `unlike`: nullptr where stages have as many ranks. The program is that
 // which `flow` and `layout` are of. Error: a storage that cannot be sent or would be needed too early, a rank with
 // nothing to train.
 Status WriteStage(Program& program, const Flow& flow, const Layout& layout, const Unlike* unlike, std::string axis,
-                  int32_t rank, int32_t count);
+                  int32_t rank);
 
 }  // namespace interlace::stages
