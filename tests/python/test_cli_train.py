@@ -174,6 +174,9 @@ def test_the_log_of_a_saved_run_lies_beside_it(folder):
     lines = [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
     (folder / "kept").rename(folder / "elsewhere")  # its settings do not name the log
+    (folder / "kept").mkdir()  # as before a first checkpoint
+    shown = json.loads(commands.run(*page, cwd=folder, env=environment(folder)).stdout)
+    assert (shown["steps"], len(shown["plans"])) == (3, 0)
     assert "kept.jsonl" not in (folder / "elsewhere" / "run.toml").read_text()
 
 

@@ -45,7 +45,10 @@ def _folder(folder: Path) -> Run:
 
     newest = sorted((f for f in folder.glob("*") if (f / RUN_FILE).is_file()), key=lambda f: f.stat().st_mtime)
     place = folder if (folder / RUN_FILE).is_file() or not newest else newest[-1]
+    own_log = Path(re.sub(r"\.step-\d+$", "", os.path.normpath(folder)) + ".jsonl")
     if not (place / RUN_FILE).is_file():
+        if own_log.is_file():  # it trains, and has saved nothing yet
+            return Run(str(folder), log=read_log(_text(own_log), str(own_log)))
         raise FileError(
             f"{folder} is a folder without a run (no {RUN_FILE}): name a program, a log of interlace train --log, a trace, "
             "or what --save wrote"
@@ -54,7 +57,6 @@ def _folder(folder: Path) -> Run:
     run = Run(str(folder), settings={"steps done": str(record.step)})
     run.settings |= {name: str(value) for name, value in record.settings.items() if value is not None}
     options = _options(place)
-    own_log = re.sub(r"\.step-\d+$", "", os.path.normpath(folder)) + ".jsonl"
     if (log := _there(options.get("log") or own_log, place)) is not None:
         run.log = read_log(_text(log), str(log))
     if (trace := _there(options.get("trace"), place)) is not None:
