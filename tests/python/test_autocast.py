@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
@@ -68,8 +70,8 @@ def plain_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits, labels if logits.dim() == 2 else labels[:, None, None].expand(-1, *logits.shape[2:]))
 
 
-def cast_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+def cast_loss(model: nn.Module, batch: dict[str, Tensor], device: str = "cpu") -> Tensor:
+    with torch.autocast(device, dtype=torch.bfloat16):
         return plain_loss(model, batch)
 
 
@@ -84,7 +86,8 @@ def losses_of(net: str, casts: tuple[bool, ...]) -> list[tuple[list[float], list
         model = case.build().train()
         expected = zoo_models.eager(copy.deepcopy(model), case, size)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        with interlace.compile(model, optimizer, loss, pictures(2, rank), interlace.Config(schedule=[], cache="off")) as trainer:
+        ours = functools.partial(cast_loss, device=on_device.DEVICE) if cast else plain_loss
+        with interlace.compile(model, optimizer, ours, pictures(2, rank), interlace.Config(schedule=[], cache="off")) as trainer:
             steps = range(zoo_models.STEPS)
             found.append(([parity.mean_over_ranks(trainer.step(pictures(2, 10 * i + rank))) for i in steps], expected))
     return found

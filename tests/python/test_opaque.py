@@ -358,6 +358,27 @@ def test_a_module_called_in_another_way_while_traced_is_opaque_with_what_calls_i
         assert float(trainer.step(x)) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.host("the software accelerator computes nothing under a region of its own")
+def test_a_module_in_a_region_of_autocast_runs_in_it() -> None:
+    """It had operands in bfloat16 for its weights in float32."""
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch["x"]).float().square().mean()
+
+    model, batch = Net("branches").float(), {"x": batch_of(0)["x"].float()}
+    twin = copy.deepcopy(model)
+    optimizer, twins = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    with interlace.compile(model, optimizer, loss_fn, batch, interlace.Config(fullgraph=False, schedule=[], profile="off")) as trainer:
+        assert "call.python" in trainer.program and "bf16" in trainer.program
+        for _ in range(3):
+            loss = loss_fn(twin, batch)
+            loss.backward()
+            twins.step()
+            twins.zero_grad()
+            assert trainer.step(batch).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
 def test_what_is_refused_says_how() -> None:
     model = model_of("branches")
     with pytest.raises(CaptureError, match="fullgraph=False"):

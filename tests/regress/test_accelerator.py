@@ -4,6 +4,7 @@ CUDA's. All seeds of `starve` give the bits of `run=1`, which carries out every 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,29 @@ def test_memory_that_is_given_back_takes_nothing_from_its_neighbours() -> None:
     del blocks[::2]
     soft_device._C.release_idle()
     assert [block.sum().item() / 4 for block in blocks] == there
+
+
+@software
+@pytest.mark.parametrize("island", [False, True])
+def test_regions_of_autocast_for_the_device_are_captured(island: bool, tmp_path: Path) -> None:
+    """They changed nothing: a trace's tensors lie on the CPU, and the model was trained in float32. A capture of the model that was kept
+    from when it lay on the CPU must not be taken."""
+    rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+
+    def train(device: str, of: str) -> tuple[list[float], str]:
+        def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(of, dtype=torch.bfloat16):
+                y = model[0](x)
+                with torch.autocast(of, enabled=False) if island else contextlib.nullcontext():
+                    return model[1](y.float()).float().square().mean()
+
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)).to(device)
+        config = interlace.Config(profile="off", schedule=[], cache=str(tmp_path))
+        compile = getattr(interlace.compile, "__wrapped__", interlace.compile)  # the model is where it shall be
+        with compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, rows, config) as trainer:
+            return [trainer.step(rows).item() for _ in range(3)], trainer.program
+
+    plain, casts = train("cpu", "soft"), train("cpu", "cpu")
+    assert "bf16" in casts[1] and "bf16" not in plain[1], "regions for another device than the model's"
+    assert train("soft", "soft") == casts

@@ -126,3 +126,33 @@ def regions_opened() -> Iterator[list[bool]]:
         yield opened
     finally:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def regions_of(device: str) -> Iterator[None]:
+    """Regions of torch.autocast for the model's device are regions for CPUs too, on which a trace's tensors lie."""
+    if device == "cpu":
+        yield
+        return
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    beside: list[torch.autocast | None] = []  # of the regions that are open now, from outside in
+
+    def entered(region: Any) -> Any:
+        found = enter(region)
+        mine = None
+        if region.device == device:
+            mine = torch.autocast("cpu", region.fast_dtype, region._enabled, region._cache_enabled)
+            enter(mine)
+        beside.append(mine)
+        return found
+
+    def left(region: Any, *error: Any) -> Any:
+        if (mine := beside.pop()) is not None:
+            leave(mine, *error)
+        return leave(region, *error)
+
+    torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,14 @@ def _plain_tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
     if isinstance(value, dict):
         return [(f"{name}.{k}", v) for k, v in value.items() if isinstance(v, Tensor)]
     return []
+
+
+def device_type(tensors: Iterable[Tensor]) -> str:
+    """Of a model's tensors; of those that have no memory yet, or no longer: where they will be."""
+    there = next((t.device.type for t in tensors if not t.is_meta), None)
+    if there is None and torch.accelerator.is_available():
+        there = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    return there or "cpu"
 
 
 def check_parameters(tensors: list[ModelTensor]) -> None:

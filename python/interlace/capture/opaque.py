@@ -24,7 +24,7 @@ from torch import nn
 
 from interlace.capture.effects import generators, kept_generators
 from interlace.capture.inputs import Path, leaves, rebuild
-from interlace.capture.model_tensors import swapped, tensors_of
+from interlace.capture.model_tensors import device_type, swapped, tensors_of
 from interlace.capture.recorder import Recorder
 from interlace.capture.watch import Watch, plain
 from interlace.capture.writes import Writes, refuse_writes
@@ -63,6 +63,7 @@ class OpaqueCall:
     outputs: list[tuple[Path, Meta]]
     random: bool  # it draws random numbers, of torch's default generator at least
     stateful: bool  # it draws others, reads clocks or iterators, or changes what it reads: runs once a step
+    autocast: torch.dtype | None  # of the region of torch.autocast that the call is in
     wanted: list[int] = dataclasses.field(default_factory=list)  # inputs, then parameters, whose gradients backward gives
 
 
@@ -245,6 +246,8 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
             raise Unfit(path, f"module '{path}' takes an object with tensors in it")
         params, buffers = tensors_of(module, model)
         before = {n: b.clone() for n, b in buffers.items()}
+        device = device_type(model.parameters())
+        region = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         state, others, watch, writes = torch.random.get_rng_state(), generators(), Watch(module), Writes(buffers)
         with writes:
             result = forward(*args, **kwargs)
@@ -263,7 +266,7 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
                 params=list(params), buffers=list(before),
                 changed=[n for n, b in after.items() if b is not buffers[n] or n in writes.written() or not torch.equal(b, before[n])],
                 result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in tensor_leaves(result)],
-                random=stateful or not torch.equal(state, torch.random.get_rng_state()), stateful=stateful,
+                random=stateful or not torch.equal(state, torch.random.get_rng_state()), stateful=stateful, autocast=region,
             )
         )  # fmt: skip
         return result

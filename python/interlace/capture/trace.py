@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._mode_utils import no_dispatch
 
-from interlace.capture.casts import Casts
+from interlace.capture.casts import Casts, regions_of
 from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants
 from interlace.capture.effects import Stored, generators
 from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
-from interlace.capture.model_tensors import ModelTensor, in_memory_order, make_fake, swapped
+from interlace.capture.model_tensors import ModelTensor, device_type, in_memory_order, make_fake, swapped
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn
 from interlace.capture.recorder import Recorder
 from interlace.capture.sites import OUTSIDE, Sites, user_place
@@ -176,6 +176,7 @@ class Trace:
             stack.enter_context(without_branches())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_fused_recurrence())
+            stack.enter_context(regions_of(device_type(t.real for t in model_tensors)))
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
                 stack.enter_context(enable_python_dispatcher())
             stack.enter_context(self.fakes)

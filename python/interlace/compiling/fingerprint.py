@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.model_tensors import device_type
 from interlace.capture.reach import hooks_of_all, loads, mentions
 from interlace.capture.sites import TORCH, is_installed
 
@@ -244,6 +245,7 @@ class Fingerprint:
     # ---- models ----
 
     def model(self, model: nn.Module) -> None:
+        self.word(device_type([*model.parameters(), *model.buffers()]))  # regions of torch.autocast for it count
         for path, module in model.named_modules():
             self._modules[id(module)] = path
         for path, module in model.named_modules(remove_duplicate=False):
