@@ -84,7 +84,7 @@ class OpaqueTable:
         args, kwargs = rebuild(call.call, given)
         buffers = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
         state = {**dict(zip(call.params, operands[n:m], strict=True)), **buffers}
-        region = contextlib.nullcontext() if call.autocast is None else torch.autocast(operands[0].device.type, call.autocast)
+        region = contextlib.nullcontext() if call.autocast is None or not operands else torch.autocast(operands[0].device.type, call.autocast)
         with region, _flags(module, call.training), _flat_weights(module):
             result = torch.func.functional_call(module, state, args, kwargs)
         found = dict(tensor_leaves(result))
