@@ -108,7 +108,7 @@ def run_with_kills(folder: Path, kills: int, seed: int, mesh: dict[str, int]) ->
             if rank != killer.victim and outcome is not None and "mean_over_ranks" not in outcome.traceback:
                 assert f"rank {killer.victim}" in str(outcome.error), (where, outcome)
                 if "pp" in mesh:
-                    assert f"(stage {killer.victim // 2}" in str(outcome.error), (where, outcome)
+                    assert f"stage {killer.victim // 2} of pp" in str(outcome.error), (where, outcome)
     last = 1 + max(int(line.split()[0]) for line in lines(run))
     ranks.run(train, size, str(run), str(cache), last + 1, mesh)
     found: dict[str, str] = {}
