@@ -24,7 +24,8 @@ MOVES = ("embedding", "gather", "index", "index_select")  # ops that take few of
 def function_of(func: Func, wide: bool = False) -> Callable[..., tuple[Tensor, ...]]:
     """Operands → what the func gives, by ATen's operators. `wide`: computed in float64, whatever floating dtypes the body names."""
     last = {id: place for place, op in enumerate(func["ops"]) for id in _read_by(op)}
-    kept = {value["id"] for value in func["gives"]}
+    for value in func["gives"]:
+        last.pop(value["id"], None)
 
     def run(*operands: Tensor) -> tuple[Tensor, ...]:
         values = {value["id"]: x for value, x in zip(func["operands"], operands, strict=True)}
@@ -59,9 +60,8 @@ def function_of(func: Func, wide: bool = False) -> Callable[..., tuple[Tensor, .
                 if value["id"] >= 0:
                     values[value["id"]], types[value["id"]] = x, value
             made = found = ()
-            for id in _read_by(op):
-                if last[id] == place and id not in kept:  # a whole vocabulary's logits are large
-                    values.pop(id, None)
+            for id in [id for id in values if last.get(id) == place]:  # a whole vocabulary's logits are large
+                del values[id]
         return tuple(values[value["id"]] for value in func["gives"])
 
     return run

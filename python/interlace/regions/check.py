@@ -37,9 +37,9 @@ SUMS = ("sum", "mean", "_softmax", "_log_softmax", "native_layer_norm", "native_
 def added(func: Func) -> int:
     """How many numbers one sum of the region adds up at most; 1: it has none."""
     most = 1
-    sizes = {value["id"]: math.prod(value["shape"]) for value in func["operands"]}
+    sizes = {value["id"]: _numbers(value) for value in func["operands"]}
     for op in func["ops"]:
-        sizes |= {value["id"]: math.prod(value["shape"]) for value in op["results"] if value["id"] >= 0}
+        sizes |= {value["id"]: _numbers(value) for value in op["results"] if value["id"] >= 0}
         if op["name"].split(".")[1:2] and op["name"].split(".")[1] in SUMS:
             read = max((sizes[arg[1]] for arg in op["args"] if isinstance(arg, tuple) and arg[0] == "value"), default=1)
             made = min((sizes[value["id"]] for value in op["results"] if value["id"] >= 0), default=1)
