@@ -15,7 +15,8 @@ bool Names(std::string_view name, std::string_view param) {
   return param.starts_with(name) && (param.size() == name.size() || param[name.size()] == '.');
 }
 
-// Times of all stages that begin at one border and end at another, from sums over ops.
+// Times of all stages that begin at one border and end at another, from sums over ops. What a border's messages take
+// beyond those of the lightest is the time of both its stages: what all borders send alike is left to the schedule.
 class StageTimes {
  public:
   explicit StageTimes(const Flow& flow) : flow_(flow), levels_(static_cast<size_t>(flow.size()), 0), sums_(2, 0) {}
@@ -26,24 +27,45 @@ class StageTimes {
     sums_.push_back(0);
   }
 
-  Status Measure(CostModel& model) {
+  Status Measure(CostModel& model, const std::string& axis, const std::vector<Border>& all) {
     for (int32_t i = 0; i < flow_.size(); ++i) {
       if (flow_.Repeats(i) || TakesNoTime(flow_.op(i))) continue;
       INTERLACE_ASSIGN(const OpCost cost, model.Cost(flow_.op(i)));
       sums_[static_cast<size_t>(levels_[i]) + 1] += TimeOf(cost);
     }
     for (size_t k = 1; k < sums_.size(); ++k) sums_[k] += sums_[k - 1];
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const Border& border : all) {
+      int64_t time = 0;
+      for (const double bytes : {border.bytes, border.back}) {
+        INTERLACE_ASSIGN(const OpCost cost, model.CollectiveCost(Exchange::kPointToPoint, axis, bytes, /*units=*/1));
+        time += TimeOf(cost);
+      }
+      messages_.push_back(time);
+      least = std::min(least, time);
+    }
+    for (int64_t& time : messages_) time -= least;
     return Ok{};
   }
 
-  // Of the ops that are above `from` borders at least and fewer than `to`.
-  int64_t Between(size_t from, size_t to) const { return sums_[to] - sums_[from]; }
+  // Of the ops that are above `from` borders at least and fewer than `to`, and of messages at these two borders.
+  int64_t Between(size_t from, size_t to) const {
+    return sums_[to] - sums_[from] + (from == 0 ? 0 : messages_[from - 1]) +
+           (to > messages_.size() ? 0 : messages_[to - 1]);
+  }
+  // Of the ops that are above fewer borders than `to`.
+  int64_t Until(size_t to) const { return sums_[to]; }
 
  private:
   const Flow& flow_;
   std::vector<int32_t> levels_;  // by op: the number of borders that it is above
   std::vector<int64_t> sums_;
+  std::vector<int64_t> messages_;  // by border
 };
+
+double BytesAt(const Border& border) {
+  return border.bytes + border.back;
+}
 
 // choice[k][b]: the border in front of stage k when stage k ends at border b (the count of borders: at the end).
 // Minimizes the slowest stage or, with a limit for it, the sum of the bytes that cross.
@@ -64,7 +86,7 @@ std::vector<size_t> Best(const std::vector<Border>& all, const StageTimes& times
         if (best[a] == never) continue;
         const int64_t time = times.Between(a + 1, b + 1);
         const double cost = limit == 0      ? std::max(best[a], static_cast<double>(time))
-                            : time <= limit ? best[a] + all[a].bytes
+                            : time <= limit ? best[a] + BytesAt(all[a])
                                             : never;
         if (cost < next[b]) next[b] = cost, choice[k][b] = a;
       }
@@ -83,15 +105,16 @@ class Bent {
  public:
   // `straight`: balanced stages, from which it begins. No border sends more bytes than theirs, no stage takes much
   // more.
-  Bent(const std::vector<Border>& all, const StageTimes& times, const std::vector<size_t>& straight) {
+  Bent(const std::vector<Border>& all, const StageTimes& times, const std::vector<size_t>& straight) : times_(times) {
     double bytes = 0;
-    for (size_t border : straight) bytes = std::max(bytes, all[border].bytes);
+    for (size_t border : straight) bytes = std::max(bytes, BytesAt(all[border]));
     for (size_t border = 0; border < all.size(); ++border) {
-      if (all[border].bytes > bytes) continue;
+      if (BytesAt(all[border]) > bytes) continue;
       borders_.push_back(border);
-      until_.push_back(times.Between(0, border + 1));
+      until_.push_back(times.Until(border + 1));
     }
-    until_.push_back(times.Between(0, all.size() + 1));
+    borders_.push_back(all.size());
+    until_.push_back(times.Until(all.size() + 1));
     ranks_ = (straight.size() + 1) / 2;
     cuts_ = {0};
     for (size_t border : straight) {
@@ -119,13 +142,18 @@ class Bent {
 
  private:
   // Cuts: 0 in front of everything, k behind the k-th border, and the end.
-  size_t end() const { return borders_.size() + 1; }
-  int64_t Time(size_t from, size_t to) const { return until_[to - 1] - (from == 0 ? 0 : until_[from - 1]); }
+  size_t end() const { return borders_.size(); }
+  int64_t Time(size_t from, size_t to) const {
+    return times_.Between(from == 0 ? 0 : borders_[from - 1] + 1, borders_[to - 1] + 1);
+  }
   // The first cut of a stage that ends at `to` and takes so much at most; `to`: there is none.
   size_t First(size_t to, int64_t most) const {
+    most = std::min(most, stage_);
     const auto at = std::lower_bound(until_.begin(), until_.begin() + static_cast<ptrdiff_t>(to) - 1,
-                                     until_[to - 1] - std::min(most, stage_));
-    return static_cast<size_t>(at - until_.begin()) + 1;
+                                     until_[to - 1] - most);  // without messages
+    auto first = static_cast<size_t>(at - until_.begin()) + 1;
+    while (first < to && Time(first, to) > most) ++first;
+    return first;
   }
 
   // Whether there are cuts with which no rank takes more than `most`; they are kept.
@@ -136,7 +164,9 @@ class Bent {
     for (size_t rank = 0; rank + 1 < ranks_; ++rank) {
       for (size_t a = 0; a < end(); ++a) {
         const size_t b = reach[rank][a];
-        for (size_t next = a + 1; b != none && next < b && Time(a, next) <= std::min(most, stage_); ++next) {
+        const int64_t limit = std::min(most, stage_), before = a == 0 ? 0 : until_[a - 1];
+        for (size_t next = a + 1; b != none && next < b && until_[next - 1] - before <= limit; ++next) {
+          if (Time(a, next) > limit) continue;
           const size_t other = std::max(First(b, most - Time(a, next)), next + 1);
           if (other < b && other < reach[rank + 1][next]) reach[rank + 1][next] = other, from[rank + 1][next] = a;
         }
@@ -157,8 +187,9 @@ class Bent {
     return false;
   }
 
-  std::vector<size_t> borders_;  // that may be taken
-  std::vector<int64_t> until_;   // time in front of each, and of all
+  const StageTimes& times_;
+  std::vector<size_t> borders_;  // that may be taken, and the end
+  std::vector<int64_t> until_;   // time of what is in front of each
   std::vector<size_t> cuts_;
   size_t ranks_ = 0;
   int64_t stage_ = 0;  // the most that one may take
@@ -214,7 +245,7 @@ Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const s
 }
 
 Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, const Flow& flow, CostModel& model,
-                                            const Deal& deal) {
+                                            const std::string& axis, const Deal& deal) {
   const int64_t stages = deal.Stages();
   if (stages < 2) return std::vector<Border>();
   StageTimes times(flow);
@@ -224,12 +255,13 @@ Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, 
     if (!flow.Fits(above)) continue;
     times.Add(above);
     all.push_back(border);
+    all.back().back = flow.Back(above);
   }
   if (static_cast<int64_t>(all.size()) < stages - 1) {
     return MakeError("the model cannot be cut into ", stages, " stages: parameters are used at ", all.size() + 1,
                      " places only; ask for ", all.size() + 1, " stages at most");
   }
-  INTERLACE_TRY(times.Measure(model));
+  INTERLACE_TRY(times.Measure(model, axis, all));
   const auto count = static_cast<size_t>(stages);
   const std::vector<size_t> fastest = Best(all, times, count, 0);
   int64_t slowest = 1;
@@ -247,9 +279,9 @@ Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, 
 }
 
 Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, const Deal& deal,
-                                          CostModel& model) {
+                                          CostModel& model, const std::string& axis) {
   const std::vector<Border> all = BordersOf(program, flow);
-  if (at == "auto") return BalancedBorders(all, flow, model, deal);
+  if (at == "auto") return BalancedBorders(all, flow, model, axis, deal);
   if (at == "model") {
     const std::string* text = program.Meta("stages");
     if (text == nullptr)
@@ -264,7 +296,9 @@ Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& fl
                      " stages, and ", deal.ranks, " ranks with ", deal.chunks, deal.chunks == 1 ? " stage" : " stages",
                      " each need ", deal.Stages() - 1);
   }
-  return NamedBorders(all, names);
+  INTERLACE_ASSIGN(std::vector<Border> named, NamedBorders(all, names));
+  for (Border& border : named) border.back = flow.Back(flow.Above(border.position));
+  return named;
 }
 
 namespace {

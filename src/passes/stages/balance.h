@@ -28,6 +28,7 @@ struct Border {
   std::string param;     // whose first use is the first behind it
   int32_t position = 0;  // in front of this forward op
   double bytes = 0;      // that cross it forward
+  double back = 0;       // of gradients
 };
 
 // All that a program offers, by position.
@@ -36,11 +37,11 @@ std::vector<Border> BordersOf(const Program& program, const Flow& flow);
 Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const std::vector<std::string>& names);
 // One fewer than stages, balanced, that no recomputation spans (Flow::Fits). Error: fewer borders than that.
 Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, const Flow& flow, CostModel& model,
-                                            const Deal& deal);
+                                            const std::string& axis, const Deal& deal);
 // As a pass is told where stages begin: auto, model (the program's meta line "stages"), or
 // names joined by +. Error: what the two above say, another number of names.
 Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, const Deal& deal,
-                                          CostModel& model);
+                                          CostModel& model, const std::string& axis);
 // By op: the stage it belongs to, as pass `borders` has noted or else by the borders; -1: any (Flow::Repeats).
 std::vector<int32_t> StagesOf(const Flow& flow, const std::vector<Border>& borders);
 inline constexpr std::string_view kStage = "stage";  // attribute of an op: what pass `borders` notes

@@ -111,7 +111,7 @@ Result<bool> Borders(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
   const stages::Deal deal{program.Stages(), chunks};
   INTERLACE_ASSIGN(const std::vector<stages::Border> borders,
-                   stages::ChosenBorders(program, flow, options.Text("at", "auto"), deal, model));
+                   stages::ChosenBorders(program, flow, options.Text("at", "auto"), deal, model, axis));
   INTERLACE_ASSIGN(const stages::Layout layout,
                    stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), deal, false));
   INTERLACE_ASSIGN(std::vector<int64_t> data, options.Counts("data"));

@@ -136,7 +136,7 @@ struct Dealing {
   // `plain`: one stage a rank, whose memory as 1F1B this may take; nullptr: it is that itself.
   Result<Dealt> As(const stages::Deal& deal, const std::string& at, const Dealt* plain = nullptr) const {
     Dealt out;
-    INTERLACE_ASSIGN(out.borders, stages::ChosenBorders(program, flow, at, deal, model));
+    INTERLACE_ASSIGN(out.borders, stages::ChosenBorders(program, flow, at, deal, model, axis));
     INTERLACE_ASSIGN(out.layout, stages::MakeLayout(program, flow, stages::StagesOf(flow, out.borders), deal, split));
     Result<stages::Measured> measured = stages::Measure(program, flow, out.layout, out.borders, model, costs, axis);
     if (!measured.ok()) return out;
@@ -147,17 +147,10 @@ struct Dealing {
                                                    micro_batches, program.AxisSize("dp"));
     // What a backward part has sent is there for some micro-batches more, until the last stage takes it.
     double sent = 0;
-    for (const stages::Border& border : out.borders) sent += border.bytes / 2;  // of one, times ranks
+    for (const stages::Border& border : out.borders) sent += border.back / 2;  // of one, times ranks
     for (int64_t& room : out.measured->pipe.room)
       room = std::max<int64_t>(room - (deal.v ? static_cast<int64_t>(sent) : 0), 0);
     return out;
-  }
-
-  bool Transfers() const {
-    for (int32_t i = 0; i < flow.size(); ++i) {
-      if (TraitsOf(flow.op(i)).family == OpFamily::kCollective) return true;
-    }
-    return false;
   }
 
   // One stage a rank, or two as a V where a step then ends earlier with no more memory than 1F1B takes.
@@ -167,8 +160,6 @@ struct Dealing {
     INTERLACE_ASSIGN(const Dealt as_1f1b, plain.ok() ? std::move(plain) : As({ranks}, "auto"));
     Result<Dealt> v = As({ranks, 2, true}, at, &as_1f1b);
     if (at != "auto") return v.ok() ? std::move(v) : std::move(plain);
-    // Waits for transfers of activations are not in the times, and stages half as long hide fewer of them.
-    if (Transfers()) return as_1f1b;
     if (!v.ok() || !v->measured || !as_1f1b.measured || micro_batches == 0) return as_1f1b;
     const stages::Pipe &straight = as_1f1b.measured->pipe, &bent = v->measured->pipe;
     const stages::Lists there = stages::FastestSchedule(bent, micro_batches);

@@ -210,6 +210,20 @@ std::vector<char> Flow::Above(int32_t border) const {
   return above;
 }
 
+double Flow::Back(const std::vector<char>& above) const {
+  double bytes = 0;
+  for (int32_t i = first_backward_; i < size(); ++i) {
+    if (above[i] == 0 || Repeats(i)) continue;
+    for (ValueId id : op(i).results) {
+      if (id == kNone || program_.RootOf(id) != id) continue;
+      const auto& readers = Readers(id);
+      if (std::any_of(readers.begin(), readers.end(), [&](int32_t reader) { return above[reader] == 0; }))
+        bytes += Bytes(id);
+    }
+  }
+  return bytes;
+}
+
 bool Flow::Fits(const std::vector<char>& above) const {
   for (int32_t i = first_backward_; i < size(); ++i) {
     if (op(i).kind != OpKind::kGrad || above[i] == 0) continue;
@@ -219,26 +233,38 @@ bool Flow::Fits(const std::vector<char>& above) const {
   return true;
 }
 
-// From the end: an op above, whose results are read below only, goes down when what it reads is less to send. Part of
-// the gradient of a parameter that is used above, too, stays: it is added up there.
+// Of a start that gives one storage: the op that waits for nothing else; -1: there is none.
+int32_t Flow::WaitOf(int32_t start) const {
+  const std::vector<ValueId>& results = op(start).results;
+  if (results.size() != 1) return -1;
+  const ValueId root = program_.RootOf(results[0]);
+  const int32_t wait = last_write_[root];
+  return wait > start && IsWait(op(wait)) && Needs(wait) == std::vector{root} ? wait : -1;
+}
+
+// From the end: an op above, whose results are read below only, goes down when what it reads is less to send; a
+// transfer goes with its wait. Part of the gradient of a parameter that is used above, too, stays: it is added up there.
 bool Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there, const std::vector<char>& below) const {
   bool moved = false;
   for (int32_t i = size(); i-- > first_backward_;) {
     const Op& at = op(i);
     if (above[i] == 0 || Repeats(i) || at.kind == OpKind::kGrad || at.kind == OpKind::kOutput || IsWait(at) ||
-        IsStart(at) || !at.writes.empty()) {
+        !at.writes.empty()) {
       continue;
     }
+    const int32_t end = IsStart(at) ? WaitOf(i) : i;  // when the results are there
+    if (end < 0) continue;
     bool only_below = true, read = false;
     double sent = 0, instead = 0;
     for (ValueId id : at.results) {
       if (id == kNone || program_.RootOf(id) != id) continue;
       for (int32_t reader : readers_[id]) {
+        if (reader == end) continue;
         const ValueId param = SumsFor(reader);
         read = true;
         only_below = only_below && above[reader] == 0 && (param == kNone || there[param] == 0);
       }
-      if (last_write_[id] != i) only_below = false;
+      if (last_write_[id] != end) only_below = false;
       sent += Bytes(id);
     }
     if (!only_below || !read) continue;
@@ -250,7 +276,7 @@ bool Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there, co
       const bool is_above = from >= 0 ? above[from] != 0 : below[root] == 0;  // a parameter is where it is used
       if (!sent_anyway && is_above) instead += Bytes(root);
     }
-    if (instead <= sent) above[i] = 0, moved = true;
+    if (instead <= sent) above[i] = above[end] = 0, moved = true;
   }
   return moved;
 }

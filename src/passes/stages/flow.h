@@ -51,6 +51,8 @@ class Flow {
   std::vector<char> Above(int32_t border) const;
   // Whether no gradient above is made below, as it is where recomputation goes on from the lower part into the upper.
   bool Fits(const std::vector<char>& above) const;
+  // Bytes of gradients that come from above and are read below.
+  double Back(const std::vector<char>& above) const;
   // Bytes of storages that come from below each position of the forward part and are read at or behind it; symbols at
   // their largest.
   const std::vector<double>& Crossing() const { return crossing_; }
@@ -61,6 +63,7 @@ class Flow {
   void FindPositions();
   void FindCrossing();
   void FindSums(int32_t index, ValueId param);
+  int32_t WaitOf(int32_t start) const;
   bool MoveDown(std::vector<char>& above, const std::vector<char>& there, const std::vector<char>& below) const;
 
   const Program& program_;

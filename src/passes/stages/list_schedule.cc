@@ -67,13 +67,16 @@ class ListScheduler {
     };
     const Run b{Turn::kBackward, 0, backwards}, f{Turn::kForward, 0, forwards}, w{Turn::kWeights, 0, weights};
     const int64_t held = forwards - (HasWeights(static_cast<int64_t>(stage)) ? weights : backwards);
-    const bool room = options_.as_1f1b ? held < static_cast<int64_t>(times_.size() - stage) : holding_[stage].Fits(f);
+    const bool few = !options_.as_1f1b || held < static_cast<int64_t>(times_.size() - stage);
+    const bool room = held == 0 || (few && holding_[stage].FitsThrough(f));
+    const bool waits = stage > 0 && weights < backwards;  // gradients of weights
+    if (waits && backwards < forwards && !holding_[stage].Fits(b)) return {w, ready(w, true)};
     const int64_t at_b = ready(b, backwards < forwards), at_f = ready(f, forwards < count_ && room);
     // In turns, so that the pipe stays filled.
     if (at_f <= now && last_[stage] == Turn::kBackward) return {f, now};
     if (at_b <= now) return {b, now};
     if (at_f <= now) return {f, now};
-    const int64_t next = std::min(at_b, at_f), at_w = ready(w, stage > 0 && weights < backwards);
+    const int64_t next = std::min(at_b, at_f), at_w = ready(w, waits);
     const bool fills = at_w < kUnknown &&
                        static_cast<double>(next - at_w) >= options_.worth * static_cast<double>(times_[stage].weights);
     if (fills) return {w, at_w};

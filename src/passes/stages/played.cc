@@ -130,6 +130,11 @@ int64_t Holding::Peak(const Run& run) const {
   return held_ - own + time.peak[run.turn == Turn::kWeights ? 2 : static_cast<size_t>(run.turn)];
 }
 
+bool Holding::FitsThrough(const Run& forward) const {
+  const StageTime time = BytesOf(forward);
+  return held_ + *std::max_element(std::begin(time.peak), std::end(time.peak)) <= room_;
+}
+
 void Holding::Take(const Run& run) {
   const StageTime time = BytesOf(run);
   const int64_t kept = HasWeights(pipe_.deal.StageOf(static_cast<int64_t>(rank_), run.chunk)) ? time.kept : 0;

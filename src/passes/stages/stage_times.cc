@@ -145,7 +145,8 @@ Result<Measured> Measure(const Program& program, const Flow& flow, const Layout&
     StageTime& time = out.pipe.times[s];
     if (s < borders.size()) {
       INTERLACE_ASSIGN(const OpCost cost,
-                       model.CollectiveCost(interlace::Exchange::kPointToPoint, axis, borders[s].bytes, /*units=*/1));
+                       model.CollectiveCost(interlace::Exchange::kPointToPoint, axis,
+                                            std::max(borders[s].bytes, borders[s].back), /*units=*/1));
       time.message = stages::TimeOf(cost);
     }
     const StageBytes bytes(program, flow, layout, static_cast<int32_t>(s));
