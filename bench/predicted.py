@@ -178,15 +178,16 @@ def without() -> list[dict[str, Any]]:
     return rows
 
 
-def stage_passes(mesh: str, micro_batches: int, cluster: str, order: str, **more: Any) -> tuple[list[str], Any]:
-    """The standard passes of a pipeline, decided by this cluster."""
+def stage_passes(mesh: str, micro_batches: int, cluster: str, order: str, limit: float | None = None, **more: Any) -> tuple[list[str], Any]:
+    """The standard passes of a pipeline, decided by this cluster; limit: bytes of a rank, None for what its device has."""
     from interlace.config import Config
     from interlace.config.schedule import items
 
     config = Config(mesh=mesh, clip_norm=1.0, accumulation=micro_batches, stage_order=order, **more)
     assert config.mesh is not None
     passes = config.pipeline(math.prod(size for _, size in config.mesh)).replace("plan=auto", f"plan=auto,cluster={cluster}")
-    return items(passes.replace(",overlap,", f",overlap(cluster={cluster}),").replace(",at=auto", f",at=auto,cluster={cluster}")), config
+    costs = f"cluster={cluster}" + (f",limit={int(limit)}" if limit is not None and order == "auto" else "")
+    return items(passes.replace(",overlap,", f",overlap(cluster={cluster}),").replace(",at=auto", f",at=auto,{costs}")), config
 
 
 def stages_of(text: str, mesh: str, micro_batches: int, cluster: str, order: str, **more: Any) -> Any:
@@ -225,17 +226,24 @@ def bubble() -> list[dict[str, Any]]:
             known[name] = text_of(name)
         text, cuts = known[name], {"tensor": "model"} if "tp=" in mesh else {}
         row: dict[str, Any] = {"model": name, "mesh": mesh, "micro_batches": micro_batches, "cluster": cluster}
-        for order in ("1f1b", "auto"):
-            with timed(row, order):
-                made = stages_of(text, mesh, micro_batches, cluster, order, **cuts)
+        peak = None  # of 1F1B, which `auto` keeps to; "device": what the device has
+        for name_of, order, limit in (("1f1b", "1f1b", False), ("auto", "auto", True), ("device", "auto", False)):
+            with timed(row, name_of):
+                made = stages_of(text, mesh, micro_batches, cluster, order, limit=peak if limit else None, **cuts)
                 found = json.loads(_core.simulate_set(made, cluster))
-            row |= {f"{order}_ms": found["step_us"] / 1e3, f"{order}_bubble_ms": beyond(found) / 1e3, f"{order}_idle_ms": idle(found) / 1e3}
-            row[f"{order}_peak_gib"] = max(stage["peak_bytes"] for stage in found["stages"]) / 2**30
+            peak = max(stage["peak_bytes"] for stage in found["stages"])
+            times = {"ms": found["step_us"] / 1e3, "bubble_ms": beyond(found) / 1e3, "idle_ms": idle(found) / 1e3}
+            row |= {f"{name_of}_{what}": number for what, number in (times | {"peak_gib": peak / 2**30}).items()}
+            known_of = _core.Program.parse(made.texts()[0][1]).meta()
+            row[f"{name_of}_stages"] = "V" if "stages.deal" in known_of else "one a rank"
+            row[f"{name_of}_stages"] += ", rows gathered again" if "stages.gathers" in known_of else ""
         row["ratio"] = row["auto_bubble_ms"] / row["1f1b_bubble_ms"]
         print(
             f"  {name:<11} {mesh:<10} x{micro_batches:<3} {cluster:<13} step {row['1f1b_ms']:8.1f} -> {row['auto_ms']:8.1f} ms, bubble "
             f"{row['1f1b_bubble_ms']:7.1f} -> {row['auto_bubble_ms']:7.1f} ms, {row['ratio']:.3f} x (idle of all stages "
-            f"{row['auto_idle_ms'] / row['1f1b_idle_ms']:.3f} x), peak {row['1f1b_peak_gib']:.2f} -> {row['auto_peak_gib']:.2f} GiB",
+            f"{row['auto_idle_ms'] / row['1f1b_idle_ms']:.3f} x), peak {row['1f1b_peak_gib']:.2f} -> {row['auto_peak_gib']:.2f} GiB "
+            f"({row['auto_stages']}); with the device's memory {row['device_ms']:.1f} ms, {row['device_peak_gib']:.2f} GiB "
+            f"({row['device_stages']})",
             flush=True,
         )
         rows.append(row)

@@ -80,11 +80,23 @@ TEST(TensorGolden, StagesThatCutUnlike) {
   text.replace(text.find("step 1"), 6, "meta tensor \"up.weight 0; up.bias 0; down.weight 1\"\nstep 1");
   for (const int stage : {0, 1}) {
     const std::string own = std::to_string(stage);
-    ExpectGolden("mlp.unlike" + own + ".il",
-                 RunText(text, "canonicalize,mesh(axes=pp:3+dp:1+tp:" + std::to_string(2 - stage) +
-                                   ",stages=2+1,stage=" + own + "),borders(at=down.weight,data=1+1),tensor(plan=model)," +
-                                   "canonicalize,pipeline(stage=" + own + ",at=down.weight,data=1+1)"));
+    ExpectGolden(
+        "mlp.unlike" + own + ".il",
+        RunText(text, "canonicalize,mesh(axes=pp:3+dp:1+tp:" + std::to_string(2 - stage) + ",stages=2+1,stage=" + own +
+                          "),borders(at=down.weight,data=1+1),tensor(plan=model)," +
+                          "canonicalize,pipeline(stage=" + own + ",at=down.weight,data=1+1)"));
   }
+}
+
+// Between its backward part and the gradients of weights a rank keeps its rows of what came from above, and not all.
+TEST(TensorGolden, RowsGatheredAgainForWeights) {
+  std::string text = GoldenInput("attention.il");
+  text.replace(text.find("mesh dp 1\nmesh tp 2\n"), 20, "");
+  text.replace(text.find("step 1"), 6,
+               "meta tensor \"qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1\"\nstep 1");
+  ExpectGolden("attention.again.il", RunText(text,
+                                             "canonicalize,mesh(axes=pp:2+dp:1+tp:2),tensor(plan=model),canonicalize,"
+                                             "pipeline(stage=1,at=out.weight,backward=split,gathers=again)"));
 }
 
 TEST(ForwardOnly, StatesThatStayOutAreNamed) {

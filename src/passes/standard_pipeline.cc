@@ -101,7 +101,9 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
     const bool chooses = options.stage_order == "auto" && options.stage_ranks.empty();
     passes.push_back("pipeline(axis=" + options.stage_axis + ",stage=" + std::to_string(options.stage) +
                      ",at=" + options.stages_at + ",chunks=" + std::to_string(v ? 2 : options.stage_chunks) + ",deal=" +
-                     (v ? "v" : chooses ? "auto" : "turns") +
+                     (v         ? "v"
+                      : chooses ? "auto,gathers=auto"
+                                : "turns") +
                      (options.stage_order == "auto" ? ",micro_batches=" + std::to_string(options.accumulation) : "") +
                      ",backward=" +
                      (options.stage_order == "zero_bubble" || options.stage_order == "auto" || v ? "split" : "whole") +

@@ -77,6 +77,26 @@ def test_on_four_ranks(mesh: dict[str, int]) -> None:
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
+def gathered_again(mesh: dict[str, int], settings: list[dict[str, Any]]) -> tuple[list[Any], str]:
+    """The numbers where rows are gathered again for gradients of weights, whatever is faster here, and one rank's text."""
+    from interlace import Config
+
+    chosen = Config.pipeline
+    Config.pipeline = lambda *args: chosen(*args).replace("gathers=auto", "gathers=again")  # type: ignore[method-assign]
+    with tensor_models.compiled("tied", mesh=mesh, **settings[0]) as trainer:
+        text = trainer.program
+    return distances("tied", mesh, settings), text
+
+
+def test_rows_gathered_again() -> None:
+    settings = [{"accumulation": 4, "stage_order": "auto", "clip_norm": 0.3}, {"accumulation": 8, "stage_order": "auto", "strategy": "shard"}]
+    found = ranks.run(gathered_again, 4, {"pp": 2, "tp": 2}, settings, timeout_s=300)
+    for config, distance in zip(settings, found[0][0], strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+    for _, text in found:
+        assert 'meta stages.gathers "again"' in text
+
+
 V: list[dict[str, Any]] = [
     {"accumulation": 8, "clip_norm": 0.3},
     {"accumulation": 2, "strategy": "zero1", "schedule": [(0, ["recompute(mode=selective)"])]},

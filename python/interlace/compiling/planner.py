@@ -102,7 +102,7 @@ class Planner:
             return Source(text, found[0]["reports"], constants, captured=captured)
 
         def made(within: int | None) -> Made:
-            return self.programs.run_passes(captured, pipeline(standard, self.filled(passes, within)))
+            return self.programs.run_passes(captured, pipeline(",".join(self.filled([standard], limit)), self.filled(passes, within)))
 
         most = self._limit(limit)
         if most is not None and any("{limit}" in text for text in passes):
@@ -124,7 +124,8 @@ class Planner:
         at = next((i for i, text in enumerate(passes) if pass_name(text) in ("borders", "pipeline")), None)
         if at is None or ",at=auto" not in passes[at]:
             return
-        asked = passes[at].replace(",at=auto", ",at=auto,cluster={cluster}")
+        room = f",limit={self.config.memory_limit_bytes or 'none'}" if ",deal=auto" in passes[at] else ""
+        asked = passes[at].replace(",at=auto", ",at=auto,cluster={cluster}" + room)
         entries = ([p for p in entry if pass_name(p) == "recompute"] for _, entry in self.config.schedule)
         before = items(pipeline(",".join(passes[:at]), next(filter(None, entries), [])))
         key = key_of(captured, *before, asked, self.cluster_text())
@@ -133,9 +134,18 @@ class Planner:
             largest = self.stages_in_order()[0]
             wanted = for_stage(",".join(self.filled([*before, asked])), largest, self.config)
             program, _ = self.programs.run_passes(self.programs.captured_of(captured, largest), wanted)
-            found = {"at": program.meta()["stages" if pass_name(asked) == "pipeline" else "stages.at"]}, {}
+            meta = program.meta()
+            at_meta = "stages" if pass_name(asked) == "pipeline" else "stages.at"
+            found = {"at": meta[at_meta], "gathers": meta.get("stages.gathers", "once")}, {}
             self.programs.cache.put("stages", key, found[0])
-        self.standard = ",".join(re.sub(r"(^(?:borders|pipeline)\(.*),at=auto", rf"\g<1>,at={found[0]['at']}", text) for text in passes)
+        settled, gathers = found[0]["at"], found[0]["gathers"]
+
+        def said(text: str) -> str:
+            known = ",cluster={cluster}" + room if pass_name(text) == "pipeline" else ""
+            text = re.sub(r"(^(?:borders|pipeline)\(.*),at=auto", rf"\g<1>,at={settled}{known}", text)
+            return text.replace(",gathers=auto", f",gathers={gathers}")
+
+        self.standard = ",".join(said(text) for text in passes)
 
     def settle_cuts(self, captured: str, given: str | None) -> str:
         """Decides once how tensor parallelism cuts the parameters, for all programs of the run, whose states are the same: as `given` (lines
@@ -191,7 +201,7 @@ class Planner:
         template, numbers = take_out(captured)
         values = {"limit": limit if limit is not None else self.config.memory_limit_bytes, "ranks": self.ranks}
         parts = [template, str(self.config.accumulation), *fill([standard, *passes], values)]
-        if any("{cluster}" in text for text in passes):
+        if any("{cluster}" in text for text in (standard, *passes)):
             parts.append(self.cluster_text())
         if needs_profile(passes):
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))

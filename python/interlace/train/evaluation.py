@@ -62,7 +62,7 @@ class Evaluation:
 
     @property
     def structure(self) -> list[str]:
-        return [text for text in items(self.planner.standard) if pass_name(text) in STRUCTURE]
+        return self.planner.filled([text for text in items(self.planner.standard) if pass_name(text) in STRUCTURE])
 
     def run_on(self, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor] | str:
         """The outputs of the loss function by name, the loss first; or why memory does not suffice, the same on every rank. Every rank

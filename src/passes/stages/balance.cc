@@ -68,16 +68,23 @@ double BytesAt(const Border& border) {
 }
 
 // choice[k][b]: the border in front of stage k when stage k ends at border b (the count of borders: at the end).
-// Minimizes the slowest stage or, with a limit for it, the sum of the bytes that cross.
+// Minimizes the slowest stage or, with a limit for it, what crosses, as shares of the heaviest border, and the squares
+// of the stages' shares of the limit: of stages that are no slower these that leave little for one of them are worse.
 std::vector<size_t> Best(const std::vector<Border>& all, const StageTimes& times, size_t stages, int64_t limit) {
   const size_t count = all.size();
   const double never = std::numeric_limits<double>::infinity();
+  double heaviest = 1;
+  for (const Border& border : all) heaviest = std::max(heaviest, BytesAt(border));
+  const auto squared = [&](int64_t time) {
+    const double share = static_cast<double>(time) / static_cast<double>(std::max<int64_t>(limit, 1));
+    return share * share;
+  };
   std::vector<double> best(count + 1, never);
   std::vector<std::vector<size_t>> choice(stages, std::vector<size_t>(count + 1, 0));
   for (size_t b = 0; b <= count; ++b) {
     // Stage 0 begins at no border and ends at border b, so its ops are above at most b borders.
     const int64_t time = times.Between(0, b + 1);
-    best[b] = limit == 0 ? static_cast<double>(time) : time <= limit ? 0 : never;
+    best[b] = limit == 0 ? static_cast<double>(time) : time <= limit ? squared(time) : never;
   }
   for (size_t k = 1; k < stages; ++k) {
     std::vector<double> next(count + 1, never);
@@ -86,7 +93,7 @@ std::vector<size_t> Best(const std::vector<Border>& all, const StageTimes& times
         if (best[a] == never) continue;
         const int64_t time = times.Between(a + 1, b + 1);
         const double cost = limit == 0      ? std::max(best[a], static_cast<double>(time))
-                            : time <= limit ? best[a] + BytesAt(all[a])
+                            : time <= limit ? best[a] + BytesAt(all[a]) / heaviest + squared(time)
                                             : never;
         if (cost < next[b]) next[b] = cost, choice[k][b] = a;
       }

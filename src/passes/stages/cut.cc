@@ -11,11 +11,13 @@
 // cheap to repeat is made where it is used. A parameter that stages share (tied weights) is on all of their ranks,
 // which add up their parts of its gradient when the step ends (pass `update`). Stages of unlike ranks re-cut what
 // crosses by rows (recut.h); where they cut products, too, pass `borders` comes before `tensor`. Options: axis, stage,
-// at=auto|model|NAMES, chunks, backward=whole|split, data, cluster, profile (for at=auto). Runs after canonicalize,
+// at=auto|model|NAMES, chunks, deal, gathers=once|again|auto (again: gather_again.h), micro_batches,
+// backward=whole|split, data, limit, cluster, profile (for at, deal and gathers). Runs after canonicalize,
 // mesh, tensor, precision and recompute, before the strategy. Error: no such axis, more stages than borders, a value
 // that cannot be sent, random numbers in program order.
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <optional>
 
 #include "base/scan.h"
@@ -25,6 +27,7 @@
 #include "passes/cost_options.h"
 #include "passes/passes.h"
 #include "passes/stages/coalesced.h"
+#include "passes/stages/gather_again.h"
 #include "passes/stages/messages.h"
 #include "passes/stages/played.h"
 #include "passes/stages/stage_times.h"
@@ -120,7 +123,10 @@ Status CheckTensor(const Program& program, const stages::Layout& layout, const s
 struct Dealt {
   std::vector<stages::Border> borders;
   stages::Layout layout;
-  std::optional<stages::Measured> measured;  // nullopt: sizes are not numbers yet
+  std::optional<stages::Measured> measured;           // nullopt: sizes are not numbers yet
+  bool fits = false;                                  // of the order that ends first,
+  int64_t end = std::numeric_limits<int64_t>::max();  // when it does; the largest: nobody looked
+  bool IsBetterThan(const Dealt& other) const { return fits == other.fits ? end < other.end : fits; }
 };
 
 // Stages, and who has which.
@@ -131,42 +137,51 @@ struct Dealing {
   const PassCosts& costs;
   const std::string& axis;
   const bool split;
-  const int64_t micro_batches;  // of a step; 0: not known yet
+  const int64_t micro_batches;             // of a step; 0: not known yet
+  std::optional<stages::Measured>& plain;  // the first with one stage a rank
 
-  // `plain`: one stage a rank, whose memory as 1F1B this may take; nullptr: it is that itself.
-  Result<Dealt> As(const stages::Deal& deal, const std::string& at, const Dealt* plain = nullptr) const {
+  // It may take as much memory as `plain` does as 1F1B and, where the memory of a rank is known, what there is of it
+  // beside parameters, gradients and two moments that nobody shares.
+  Result<Dealt> As(const stages::Deal& deal, const std::string& at) const {
     Dealt out;
     INTERLACE_ASSIGN(out.borders, stages::ChosenBorders(program, flow, at, deal, model, axis));
     INTERLACE_ASSIGN(out.layout, stages::MakeLayout(program, flow, stages::StagesOf(flow, out.borders), deal, split));
     Result<stages::Measured> measured = stages::Measure(program, flow, out.layout, out.borders, model, costs, axis);
     if (!measured.ok()) return out;
     out.measured = std::move(*measured);
-    if (plain == nullptr ? deal.chunks > 1 : !plain->measured.has_value()) return out;
-    if (micro_batches > 0)
-      out.measured->pipe.room = stages::RoomOf1F1B(plain == nullptr ? *out.measured : *plain->measured, *out.measured,
-                                                   micro_batches, program.AxisSize("dp"));
+    if (deal.chunks == 1 && !plain) plain = out.measured;
+    if (!plain) return out;
+    std::vector<int64_t>& room = out.measured->pipe.room;
+    if (micro_batches > 0) room = stages::RoomOf1F1B(*plain, *out.measured, micro_batches, program.AxisSize("dp"));
+    if (costs.limit < std::numeric_limits<int64_t>::max()) {
+      for (size_t r = 0; r < room.size(); ++r)
+        room[r] = std::max(room[r], costs.limit / 10 * 9 - 4 * out.measured->of_params[r]);
+    }
     // What a backward part has sent is there for some micro-batches more, until the last stage takes it.
     double sent = 0;
     for (const stages::Border& border : out.borders) sent += border.back / 2;  // of one, times ranks
-    for (int64_t& room : out.measured->pipe.room)
-      room = std::max<int64_t>(room - (deal.v ? static_cast<int64_t>(sent) : 0), 0);
+    for (int64_t& bytes : room) bytes = std::max<int64_t>(bytes - (deal.v ? static_cast<int64_t>(sent) : 0), 0);
     return out;
   }
 
-  // One stage a rank, or two as a V where a step then ends earlier with no more memory than 1F1B takes.
+  void Judge(Dealt& dealt) const {
+    if (!dealt.measured || micro_batches == 0) return;
+    const stages::Pipe& pipe = dealt.measured->pipe;
+    const stages::Lists lists = stages::FastestSchedule(pipe, micro_batches);
+    dealt.fits = stages::Fits(lists, pipe), dealt.end = stages::Play(lists, pipe);
+  }
+
+  // One stage a rank, or two as a V where a step then ends earlier within the room there is.
   Result<Dealt> Fastest(int64_t ranks, const std::string& at) const {
-    Result<Dealt> plain = As({ranks}, at);
-    if (plain.ok() && at != "auto") return plain;
-    INTERLACE_ASSIGN(const Dealt as_1f1b, plain.ok() ? std::move(plain) : As({ranks}, "auto"));
-    Result<Dealt> v = As({ranks, 2, true}, at, &as_1f1b);
-    if (at != "auto") return v.ok() ? std::move(v) : std::move(plain);
-    if (!v.ok() || !v->measured || !as_1f1b.measured || micro_batches == 0) return as_1f1b;
-    const stages::Pipe &straight = as_1f1b.measured->pipe, &bent = v->measured->pipe;
-    const stages::Lists there = stages::FastestSchedule(bent, micro_batches);
-    const bool faster =
-        stages::Fits(there, bent) &&
-        stages::Play(there, bent) < stages::Play(stages::FastestSchedule(straight, micro_batches), straight);
-    return faster ? std::move(v) : as_1f1b;
+    Result<Dealt> straight = As({ranks}, at);
+    if (straight.ok() && at != "auto") return straight;
+    INTERLACE_ASSIGN(Dealt one, straight.ok() ? std::move(straight) : As({ranks}, "auto"));
+    Result<Dealt> v = As({ranks, 2, true}, at);
+    if (at != "auto") return v.ok() ? std::move(v) : std::move(straight);
+    Judge(one);
+    if (!v.ok()) return one;
+    Judge(*v);
+    return v->fits && v->IsBetterThan(one) ? std::move(v) : std::move(one);
   }
 };
 
@@ -199,28 +214,48 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   if (chunks > kMostChunks) return MakeError("chunks=", chunks, " is more than ", kMostChunks);
   INTERLACE_ASSIGN(const int64_t micro_batches, options.Int("micro_batches", 0, 0));
   stages::TakeApart(program, *found);
-  const Phase phase = *found;
-  INTERLACE_TRY(CheckCuttable(program, phase));
-  const stages::Flow flow(program, phase);
+  INTERLACE_TRY(CheckCuttable(program, *found));
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
-  INTERLACE_ASSIGN(CostModel cost_model, costs.Model(program));
   INTERLACE_ASSIGN(const std::string how, options.Choice("deal", {"turns", "v", "auto"}));
   if (how == "v" && chunks != 2)
     return MakeError("deal=v gives each rank two stages, not ", chunks, "; write chunks=2");
   if (how != "turns" && unlike)
     return MakeError("deal=", how, " gives ranks two stages, which needs stages with as many ranks each");
-  const Dealing dealing{program, flow, cost_model, costs, axis, backward == "split", micro_batches};
   const std::string at = options.Text("at", "auto");
-  INTERLACE_ASSIGN(const Dealt dealt,
-                   how == "auto" ? dealing.Fastest(ranks, at) : dealing.As({ranks, chunks, how == "v"}, at));
+  std::optional<stages::Measured> plain;
+  const auto deal = [&](const Program& of) -> Result<Dealt> {
+    const Phase& whole = *of.MicroBatchPhase();
+    const stages::Flow flow(of, whole);
+    INTERLACE_ASSIGN(CostModel model, costs.Model(of));
+    const Dealing dealing{of, flow, model, costs, axis, backward == "split", micro_batches, plain};
+    return how == "auto" ? dealing.Fastest(ranks, at) : dealing.As({ranks, chunks, how == "v"}, at);
+  };
+  INTERLACE_ASSIGN(const std::string gathers, options.Choice("gathers", {"once", "again", "auto"}));
+  INTERLACE_ASSIGN(Dealt dealt, deal(program));
+  bool again = false;
+  const bool judged = gathers == "auto" && dealt.end < std::numeric_limits<int64_t>::max();
+  if (backward == "split" && (judged || gathers == "again")) {
+    Program other = program.Clone();
+    if (stages::GatherAgain(other, *other.MicroBatchPhase(), dealt.layout.turn) > 0) {
+      INTERLACE_ASSIGN(Dealt its, deal(other));
+      again = !judged || its.IsBetterThan(dealt);
+      if (again) dealt = std::move(its), program = std::move(other);
+    }
+  }
+  const Phase phase = *program.MicroBatchPhase();
+  const stages::Flow flow(program, phase);
   const stages::Layout& layout = dealt.layout;
   std::string text;
   for (const stages::Border& border : dealt.borders) text += (text.empty() ? "" : "+") + border.param;
   if (recut) INTERLACE_TRY(FollowRows(program, phase, flow, layout, *recut));
   if (recut) INTERLACE_TRY(CheckTensor(program, layout, recut->recut, recut->names));
   INTERLACE_TRY(stages::WriteStage(program, flow, layout, recut ? &*recut : nullptr, axis, static_cast<int32_t>(rank)));
-  for (Phase& part : program.phases) stages::PutTogether(program, part);
+  for (Phase& part : program.phases) {
+    if (again) stages::StartAhead(program, part);
+    stages::PutTogether(program, part);
+  }
   program.SetMeta("stages", text);
+  if (again) program.SetMeta("stages.gathers", "again");
   for (const Phase& part : program.phases) {
     for (OpId id : part.ops) {
       if (std::as_const(program).op(id).Attr(stages::kStage) == nullptr) continue;

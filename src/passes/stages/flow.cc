@@ -243,7 +243,8 @@ int32_t Flow::WaitOf(int32_t start) const {
 }
 
 // From the end: an op above, whose results are read below only, goes down when what it reads is less to send; a
-// transfer goes with its wait. Part of the gradient of a parameter that is used above, too, stays: it is added up there.
+// transfer goes with its wait. Part of the gradient of a parameter that is used above, too, stays: it is added up
+// there.
 bool Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there, const std::vector<char>& below) const {
   bool moved = false;
   for (int32_t i = size(); i-- > first_backward_;) {

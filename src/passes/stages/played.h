@@ -49,7 +49,8 @@ class Holding {
  public:
   Holding(const Pipe& pipe, size_t rank) : pipe_(pipe), rank_(rank), room_(pipe.RoomOf(rank)) {}
   bool Fits(const Run& run) const { return Peak(run) <= room_; }
-  // Whether a micro-batch whose forward part is next fits to its end: a backward part may leave more than a forward part.
+  // Whether a micro-batch whose forward part is next fits to its end: a backward part may leave more than a forward
+  // part.
   bool FitsThrough(const Run& forward) const;
   int64_t Peak(const Run& run) const;
   void Take(const Run& run);

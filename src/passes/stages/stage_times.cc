@@ -101,6 +101,8 @@ class StageBytes {
 
 Status AddTimes(Measured& out, const Program& program, const Flow& flow, const Layout& layout, CostModel& model,
                 const PassCosts& costs) {
+  // By stage: what is gathered for gradients of weights, which is there from their begin and travels beside them.
+  std::vector<int64_t> beside(out.pipe.times.size(), 0);
   for (int32_t i = 0; i < flow.size(); ++i) {
     if (layout.stage[i] < 0) continue;
     StageTime& of = out.pipe.times[static_cast<size_t>(layout.stage[i])];
@@ -115,7 +117,12 @@ Status AddTimes(Measured& out, const Program& program, const Flow& flow, const L
     }
     if (TakesNoTime(flow.op(i))) continue;
     INTERLACE_ASSIGN(const OpCost cost, model.Cost(flow.op(i)));
-    time += stages::TimeOf(cost);
+    const bool gathers = turn == 2 && flow.op(i).kind == OpKind::kAllGatherStart;
+    (gathers ? beside[static_cast<size_t>(layout.stage[i])] : time) += stages::TimeOf(cost);
+  }
+  for (size_t s = 0; s < beside.size(); ++s) {
+    int64_t& weights = out.pipe.times[s].weights;
+    weights = std::max(weights, beside[s]);
   }
   return Ok{};
 }
@@ -147,7 +154,8 @@ Result<Measured> Measure(const Program& program, const Flow& flow, const Layout&
       INTERLACE_ASSIGN(const OpCost cost,
                        model.CollectiveCost(interlace::Exchange::kPointToPoint, axis,
                                             std::max(borders[s].bytes, borders[s].back), /*units=*/1));
-      time.message = stages::TimeOf(cost);
+      const double beside = model.interference().factor[0b0011][1];  // something else is computed meanwhile
+      time.message = static_cast<int64_t>(static_cast<double>(stages::TimeOf(cost)) * beside);
     }
     const StageBytes bytes(program, flow, layout, static_cast<int32_t>(s));
     time.held = bytes.Behind(0), time.kept = bytes.Behind(1);
