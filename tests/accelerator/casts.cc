@@ -16,7 +16,8 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_FP32_SET_OPT_DTYPE(SOFT_FP32_DTYPE)
   AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
   AT_FORALL_PROMOTE(SOFT_PROMOTE)
-  m.impl("binary_cross_entropy", [](const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t) -> at::Tensor {
+  m.impl("binary_cross_entropy",
+         [](const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t) -> at::Tensor {
     TORCH_CHECK(false, "binary_cross_entropy is unsafe to autocast; binary_cross_entropy_with_logits is safe");
   });
 }
