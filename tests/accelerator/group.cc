@@ -16,6 +16,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -68,6 +69,11 @@ class Room {
   Room& operator=(const Room&) = delete;
   Flag& flag(size_t i) { return reinterpret_cast<Flag*>(base_)[i]; }
   char* slot(size_t i) { return base_ + kHead + i * kSlot; }
+  // Where in its slot the part of each rank begins, of an all_to_all.
+  int64_t* parts(size_t i) {
+    const auto size = static_cast<size_t>(size_);
+    return reinterpret_cast<int64_t*>(base_ + kHead) - (i + 1) * size;
+  }
   uint64_t key() const { return key_; }  // the same on all its ranks
   size_t Pair(int from, int to) const { return static_cast<size_t>(size_ + from * size_ + to); }
 
@@ -173,15 +179,21 @@ class SoftGroup final : public c10d::Backend {
   }
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_split, std::vector<int64_t>& in_split,
                         const c10d::AllToAllOptions&) override {
-    const bool equal = out_split.empty() && in_split.empty();
-    TORCH_CHECK(equal || (in_split == std::vector<int64_t>(in_split.size(), in_split[0]) && in_split == out_split),
-                "soft device: all_to_all of unequal parts");
-    return Collective("all_to_all", in, out, 0,
-                      [part = in.nbytes() / static_cast<size_t>(size_), size = size_, rank = rank_](Room& room, char* to) {
-                        for (int r = 0; r < size; ++r)
-                          std::memcpy(to + static_cast<size_t>(r) * part,
-                                      room.slot(static_cast<size_t>(r)) + static_cast<size_t>(rank) * part, part);
-                      });
+    // Rows of each rank's part; all equal where nothing is said.
+    const auto bytes = [size = size_](const at::Tensor& t, const std::vector<int64_t>& rows) {
+      const auto all = static_cast<int64_t>(t.nbytes()), ranks = static_cast<int64_t>(size);
+      const int64_t row = rows.empty() || t.numel() == 0 ? 0 : all / t.size(0);
+      std::vector<int64_t> found(static_cast<size_t>(size), all / ranks);
+      for (size_t r = 0; r < rows.size(); ++r) found[r] = rows[r] * row;
+      return found;
+    };
+    std::vector<int64_t> begins;
+    int64_t begin = 0;
+    for (int64_t n : bytes(in, in_split)) begins.push_back(std::exchange(begin, begin + n));
+    return Collective("all_to_all", in, out, 0, [counts = bytes(out, out_split), me = rank_](Room& room, char* to) {
+      for (size_t r = 0; r < counts.size(); to += counts[r++])
+        std::memcpy(to, room.slot(r) + room.parts(r)[me], static_cast<size_t>(counts[r]));
+    }, std::move(begins));
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     at::Tensor one = at::zeros({1}, at::TensorOptions().device(c10::kPrivateUse1));
@@ -280,21 +292,24 @@ class SoftGroup final : public c10d::Backend {
     TORCH_CHECK(t.is_contiguous() && t.nbytes() <= kSlot, name, ": not contiguous, or too big");
   }
 
-  WorkPtr Collective(const char* name, const at::Tensor& in, const at::Tensor& out, size_t root, Finish finish) {
+  WorkPtr Collective(const char* name, const at::Tensor& in, const at::Tensor& out, size_t root, Finish finish,
+                     std::vector<int64_t> parts = {}) {  // which ranks need not have as many bytes of
     CheckTensor(name, in);
     CheckTensor(name, out);
+    const size_t agreed = parts.empty() ? in.nbytes() : 0;
     const uint64_t form =
-        std::hash<std::string>()(std::string(name) + " " + std::to_string(in.nbytes()) + " " + std::to_string(root));
+        std::hash<std::string>()(std::string(name) + " " + std::to_string(agreed) + " " + std::to_string(root));
     const char *from = BytesOf(in), *to = BytesOf(out);
     return Issue(name, stream_, in, out, {room_->key(), size_, form},
                  [=, room = room_, turns = turn_, rank = static_cast<size_t>(rank_), size = static_cast<size_t>(size_),
-                  n = in.nbytes()]() -> Run {
+                  n = in.nbytes(), gives = out.nbytes() > 0]() -> Run {
       return [=, turn = ++*turns, posted = std::make_shared<bool>(false), told = std::make_shared<bool>(false)] {
         if (!*posted) {
           for (size_t r = 0; r < size; ++r) {
             if (room->flag(r).taken.load() < turn - 1) return false;
           }
           if (n > 0) std::memcpy(room->slot(rank), Real(from), n);
+          std::copy(parts.begin(), parts.end(), room->parts(rank));
           room->flag(rank).form.store(form);
           room->flag(rank).posted.store(turn);
           *posted = true;
@@ -310,7 +325,7 @@ class SoftGroup final : public c10d::Backend {
           *told = true;
           return false;
         }
-        if (n > 0) finish(*room, Real(to));
+        if (gives) finish(*room, Real(to));
         room->flag(rank).taken.store(turn);
         return true;
       };

@@ -99,6 +99,23 @@ def test_verdicts_do_not_depend_on_what_was_captured_before(kind, order, monkeyp
     assert set(verdicts().values()) == {"right"}
 
 
+def test_dtypes_of_results_are_known_for_a_dtype_and_for_numbers_apart(monkeypatch):
+    """A sum in bfloat16 counted as one in float32 after one with dtype=float32, and a quotient by a number as that by a vector."""
+    monkeypatch.setattr(check_ops, "_dtypes", {})
+
+    def loss_fn(model, x):
+        y = model(x)
+        wide = y.sum(0, dtype=torch.float32)
+        return (y / wide).square().mean() + (y / wide.sum()).sum(0).square().mean()
+
+    torch.manual_seed(0)
+    text = check(nn.Linear(4, 3).bfloat16(), loss_fn, torch.randn(5, 4).bfloat16()).text
+    forward = [line.split(" = ") for line in text.splitlines() if "{fwd" in line and " = " in line]
+    found = [(left.split(": ")[1], op.split("(")[0]) for left, op in forward if "aten.sum" in op or "aten.div.Tensor" in op]
+    sums, quotients = ([t for t, op in found if op.startswith(name)] for name in ("aten.sum.dim", "aten.div"))
+    assert sums == ["f32[3]", "bf16[3]"] and quotients == ["f32[5,3]", "bf16[5,3]"]
+
+
 def test_what_symbols_left_unchecked_is_checked_with_numbers(monkeypatch):
     monkeypatch.setattr(check_ops, "_verdicts", {})
     for function in (HONEST, WRITES):

@@ -358,9 +358,9 @@ def memory_of_parameters_and_buffers() -> Made:
     model.register_buffer("shift", torch.ones(3))
 
     def change(i: int, optimizer: Any) -> None:
-        model.shift.data = torch.full((3,), 1.0 + i, dtype=torch.float64)
+        model.shift.data = torch.full_like(model.shift, 1.0 + i)
         if i == 2:
-            model.first.weight.data = torch.ones(6, 4).double()
+            model.first.weight.data = torch.ones_like(model.first.weight)
 
     return model, square, change
 

@@ -8,6 +8,7 @@ import random
 from collections import OrderedDict
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
@@ -358,25 +359,54 @@ def test_a_module_called_in_another_way_while_traced_is_opaque_with_what_calls_i
         assert float(trainer.step(x)) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.host("the software accelerator computes nothing under a region of its own")
 def test_a_module_in_a_region_of_autocast_runs_in_it() -> None:
     """It had operands in bfloat16 for its weights in float32."""
 
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(on_device.DEVICE, torch.bfloat16):
             return model(batch["x"]).float().square().mean()
 
     model, batch = Net("branches").float(), {"x": batch_of(0)["x"].float()}
-    twin = copy.deepcopy(model)
+    twin, moved = copy.deepcopy(model).to(on_device.DEVICE), {"x": batch["x"].to(on_device.DEVICE)}
     optimizer, twins = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     with interlace.compile(model, optimizer, loss_fn, batch, interlace.Config(fullgraph=False, schedule=[], profile="off")) as trainer:
         assert "call.python" in trainer.program and "bf16" in trainer.program
         for _ in range(3):
-            loss = loss_fn(twin, batch)
+            loss = loss_fn(twin, moved)
             loss.backward()
             twins.step()
             twins.zero_grad()
             assert trainer.step(batch).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_what_a_module_draws_is_drawn_again_for_its_gradients() -> None:
+    """On devices it was not: the masks of backward were others than those of forward."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(512))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.dropout(x * self.weight, 0.5)
+            return y if float(y.detach().sum()) > -1e9 else -y
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        y = model(batch)
+        return {"loss": y.sum(), "y": y.detach()}
+
+    model, x = Masked(), torch.ones(512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    before = torch.ones(512)
+    masks = []
+    with interlace.compile(model, optimizer, loss_fn, x, interlace.Config(fullgraph=False, profile="off")) as trainer:
+        for _ in range(2):
+            trainer.step(x)
+            masks.append(trainer.outputs["y"][0].cpu() != 0)
+            after = trainer.state_dict()["weight"].cpu().clone()
+            assert torch.equal(before - after, 0.5 * masks[-1])
+            before = after
+    assert not torch.equal(*masks)
 
 
 def test_what_is_refused_says_how() -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
@@ -31,7 +32,7 @@ TO_FLOAT32 = (6e-3, 4e-3)
 
 
 def under_autocast(model: nn.Module, batch: Any) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(on_device.DEVICE, dtype=torch.bfloat16):
         return zoo.CASES["llama"].loss(model, batch)
 
 

@@ -13,6 +13,7 @@ import torch
 
 import interlace
 
+ON_CPU = pytest.mark.host("transformers puts the trainer's tensors on CUDA or the CPU, and knows no device that is registered")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 SCRIPT = '''
@@ -123,6 +124,7 @@ def test_a_script_changes_by_two_lines_at_most() -> None:
     assert len(changed) == 1
 
 
+@ON_CPU
 @pytest.mark.parametrize(("size", "config"), [(1, None), (2, None), (2, {"strategy": "zero1"}), (2, {"strategy": "replicate"})])
 def test_the_same_numbers_and_a_resumed_run(size: int, config: dict[str, Any] | None, tmp_path: Path) -> None:
     theirs = ranks.run(run, size, SCRIPT, str(tmp_path / "theirs"))
@@ -144,6 +146,7 @@ def test_the_same_numbers_and_a_resumed_run(size: int, config: dict[str, Any] | 
             torch.testing.assert_close(crossed[0]["weights"][name], t, rtol=1e-6, atol=1e-8)
 
 
+@ON_CPU
 @pytest.mark.parametrize("more", [{"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}, {"gradient_accumulation_steps": 3}])
 def test_without_accumulation_or_clipping_and_with_metrics(more: dict[str, Any], tmp_path: Path) -> None:
     settings = {**more, "fixed": True, "metrics": True, "per_device_eval_batch_size": 7}

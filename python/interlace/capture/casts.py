@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from interlace.capture.device_casts import rules_of
 from interlace.capture.model_tensors import ModelTensor
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
@@ -111,13 +112,13 @@ NO_CASTS = Casts()
 
 
 @contextlib.contextmanager
-def regions_opened() -> Iterator[list[bool]]:
-    """A list that has something in it once a torch.autocast region was entered."""
+def regions_opened(device: str) -> Iterator[list[bool]]:
+    """A list that has something in it once a torch.autocast region for this device was entered."""
     opened: list[bool] = []
     enter = torch.autocast.__enter__
 
     def noting(region: torch.autocast) -> Any:
-        if region._enabled:  # type: ignore[attr-defined]
+        if region._enabled and region.device == device:  # type: ignore[attr-defined]
             opened.append(True)
         return enter(region)
 
@@ -130,29 +131,42 @@ def regions_opened() -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def regions_of(device: str) -> Iterator[None]:
-    """Regions of torch.autocast for the model's device are regions for CPUs too, on which a trace's tensors lie."""
-    if device == "cpu":
+    """Regions of torch.autocast for the model's device, and those alone, are regions for CPUs, on which a trace's tensors lie, and cast
+    what the device's cast: those that are open now, and those that are entered."""
+    if device == "cpu" or not torch.amp.is_autocast_available(device):
         yield
         return
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    beside: list[torch.autocast | None] = []  # of the regions that are open now, from outside in
+    beside: list[torch.autocast] = []  # of the regions that are open now, from outside in
+    forget: list[Callable[[], None]] = []
 
-    def entered(region: Any) -> Any:
-        found = enter(region)
-        mine = None
-        if region.device == device:
-            mine = torch.autocast("cpu", region.fast_dtype, region._enabled, region._cache_enabled)
-            enter(mine)
-        beside.append(mine)
-        return found
+    with contextlib.ExitStack() as rules:
 
-    def left(region: Any, *error: Any) -> Any:
-        if (mine := beside.pop()) is not None:
-            leave(mine, *error)
-        return leave(region, *error)
+        def as_on_device() -> None:
+            on = torch.is_autocast_enabled(device)
+            if on and not forget:
+                forget.append(rules.enter_context(rules_of(device)))
+            region = torch.autocast("cpu", torch.get_autocast_dtype(device) if on else None, on, torch.is_autocast_cache_enabled())
+            enter(region)
+            beside.append(region)
 
-    torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+        def entered(region: Any) -> Any:
+            found = enter(region)
+            as_on_device()
+            return found
+
+        def left(region: Any, *error: Any) -> Any:
+            leave(beside.pop(), *error)
+            if not beside and forget:
+                forget[0]()
+            return leave(region, *error)
+
+        if torch.is_autocast_enabled(device) or torch.is_autocast_enabled("cpu"):
+            as_on_device()
+        torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+            while beside:
+                leave(beside.pop(), None, None, None)

@@ -28,7 +28,7 @@ RIGHT, UNCHECKED = "right", "unchecked"
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _SMALL = 1 << 14  # elements of all operands of a call that is run at its own sizes
 _verdicts: dict[Any, str] = {}  # of a call: "right", "unchecked", or what is wrong
-_dtypes: dict[Any, tuple[torch.dtype | None, ...] | None] = {}  # of an operator's results, by the dtypes of its operands
+_dtypes: dict[Any, tuple[torch.dtype | None, ...] | None] = {}  # of an operator's results, by what decides them
 
 
 def check_op_kinds(calls: Iterable[tuple[OpOverload, tuple, dict]]) -> None:
@@ -90,10 +90,11 @@ def promise(func: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _true_dtypes(func: OpOverload, args: tuple, kwargs: dict, dtypes: tuple) -> tuple[torch.dtype | None, ...] | None:
     """What a run on small tensors shows; None when it cannot be run."""
-    key = (func, dtypes)
+    operands = _tensors([args, kwargs])
+    numbers = tuple(t.dim() == 0 for t in operands)  # these widen nothing
+    key = (func, dtypes, numbers, tuple(x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)))
     if key not in _dtypes:
         _dtypes[key] = None
-        operands = _tensors([args, kwargs])
         if all(isinstance(n, int) for t in operands for n in t.shape):
             for scale in _scales(operands):
                 with contextlib.suppress(Exception), without_log():

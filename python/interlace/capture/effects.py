@@ -31,6 +31,31 @@ def generators() -> tuple[Any, Any]:
     return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
 
 
+def draws(device: str) -> list[bytes]:
+    """States of torch's generators that modules on a device draw from."""
+    states = [torch.random.get_rng_state()]
+    if device != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    return [bytes(state.tolist()) for state in states]
+
+
+@contextlib.contextmanager
+def kept_draws(device: str, seed: int | None = None) -> Iterator[None]:
+    """Puts torch's generators back, and has them begin with a seed."""
+    there = None if device == "cpu" else torch.get_device_module(device)
+    before, other = torch.random.get_rng_state(), None if there is None else there.get_rng_state()
+    try:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            if there is not None:
+                there.manual_seed(seed)
+        yield
+    finally:
+        torch.random.set_rng_state(before)
+        if there is not None:
+            there.set_rng_state(other)
+
+
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
     numpy = sys.modules.get("numpy")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture.effects import generators, kept_generators
+from interlace.capture.effects import draws, generators, kept_draws, kept_generators
 from interlace.capture.inputs import Path, leaves, rebuild
 from interlace.capture.model_tensors import device_type, swapped, tensors_of
 from interlace.capture.recorder import Recorder
@@ -185,10 +185,12 @@ def learn_calls(
     writes = Writes({n: p if values is None else values.get(id(p), p) for n, p in own.items()})
     watch = Watch(model, loss_fn)
     run = loss_fn
+    device = device_type(values.values() if values else own.values())
+    batch = rebuild(batch, {p: x.to(device) for p, x in leaves(batch) if isinstance(x, Tensor) and x.device.type != device})
     with contextlib.ExitStack() as stack:
         stack.callback(watch.restore)
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(kept_draws(device))
         stack.enter_context(kept_generators())
         if values is not None:
             stack.enter_context(swapped(model, {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}))
@@ -248,7 +250,7 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
         before = {n: b.clone() for n, b in buffers.items()}
         device = device_type(model.parameters())
         region = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        state, others, watch, writes = torch.random.get_rng_state(), generators(), Watch(module), Writes(buffers)
+        state, others, watch, writes = draws(device), generators(), Watch(module), Writes(buffers)
         with writes:
             result = forward(*args, **kwargs)
         after = tensors_of(module, model)[1]
@@ -266,7 +268,7 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
                 params=list(params), buffers=list(before),
                 changed=[n for n, b in after.items() if b is not buffers[n] or n in writes.written() or not torch.equal(b, before[n])],
                 result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in tensor_leaves(result)],
-                random=stateful or not torch.equal(state, torch.random.get_rng_state()), stateful=stateful, autocast=region,
+                random=stateful or draws(device) != state, stateful=stateful, autocast=region,
             )
         )  # fmt: skip
         return result

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.effects import kept_draws
 from interlace.capture.inputs import rebuild
 from interlace.capture.literals import quote
 from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
@@ -100,7 +101,7 @@ class OpaqueTable:
         kept = call.stateful and bool(call.wanted)
         if kept:  # parameters lie elsewhere, or nowhere, until backward
             operands = [t.detach().clone().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
-        with torch.set_grad_enabled(kept), _seeded(torch.randint(1 << 62, ()) if call.random else None) as seed:
+        with torch.set_grad_enabled(kept), _seeded(torch.randint(1 << 62, ()) if call.random else None, operands) as seed:
             outputs, buffers = self._run(call, module, operands)
         if kept and seed is not None:
             self._states[int(seed)] = operands, outputs
@@ -112,7 +113,7 @@ class OpaqueTable:
         grads, operands = operands[:count], operands[count:]
         seed = operands.pop() if call.random else None
         kept = self._states.pop(int(seed), None) if seed is not None else None
-        with torch.enable_grad(), _seeded(seed):
+        with torch.enable_grad(), _seeded(seed, operands):
             if kept is None:
                 operands = [t.detach().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
                 outputs, _ = self._run(call, module, operands)
@@ -167,11 +168,10 @@ def _flags(module: nn.Module, training: dict[str, bool]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _seeded(seed: Tensor | None) -> Iterator[Tensor | None]:
+def _seeded(seed: Tensor | None, operands: list[Tensor]) -> Iterator[Tensor | None]:
     """Runs under a seed and puts the generators back; does nothing without one."""
     if seed is None:
         yield None
         return
-    with torch.random.fork_rng():
-        torch.manual_seed(int(seed))
+    with kept_draws(operands[0].device.type if operands else "cpu", int(seed)):
         yield seed

@@ -16,7 +16,7 @@ from interlace.capture.casts import NO_CASTS, Casts, regions_opened
 from interlace.capture.effects import as_after, drawing_line, generators, grows, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
-from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers
+from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
@@ -126,13 +126,14 @@ def _traced(
     """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
         return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
-    with regions_opened() as opened:
+    device = device_type(t.real for t in tensors)
+    with regions_opened(device) as opened:
         trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
     if opened:
         return trace
 
     def cast(model: nn.Module, batch: Any) -> Any:
-        with torch.autocast("cpu"):
+        with torch.autocast(device):
             return loss_fn(model, batch)
 
     return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)

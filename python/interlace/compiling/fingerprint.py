@@ -283,10 +283,12 @@ class Fingerprint:
     def settings(self) -> None:
         """Switches of torch that change what is traced."""
         cuda = torch.backends.cuda
+        there = torch.accelerator.current_accelerator()
+        cast = [d for d in ("cpu", "cuda" if there is None else there.type) if torch.amp.is_autocast_available(d)]
         self.word(
             torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+            [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in cast],
             cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled,
             sys.version_info[:3],
         )  # fmt: skip
