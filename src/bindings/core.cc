@@ -378,7 +378,8 @@ PYBIND11_MODULE(_core, m) {
       .def("funcs", &Funcs, "Regions: name, key, text, calls, and the body as data.")
       .def("rules", &Rules)
       .def("rule_loops", &RuleLoopsOf, py::arg("on_host") = false,
-           "The loops of its optimizers' rules as a C++ file (ir/rule_loop.h), or those that run on the host alone; empty: none.")
+           "The loops of its optimizers' rules as a C++ file (ir/rule_loop.h), or those that run on the host alone; "
+           "empty: none.")
       .def("symbols", &Symbols)
       .def(
           "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")

@@ -1,6 +1,7 @@
 // rule_loop.h — a rule's form (rule.h) as C++: one loop over the elements, for a compiler to make fast.
 //
-//   extern "C" void rule_0123456789abcdef(char* const* flats, const double* numbers, double scale, long begin, long end) {
+//   extern "C" void rule_0123456789abcdef(char* const* flats, const double* numbers, double scale, long begin,
+//                                         long end) {
 //     typedef float F;
 //     float* __restrict const p0 = (float*)flats[0];                  flats: weight, gradient, states
 //     ...
@@ -13,9 +14,9 @@
 //     }
 //   }
 //
-// Ops are functions that the text begins with. Each rounds by itself, in the order of the form, as the runtime's kernel does
-// that goes op after op over pieces (runtime/kernels_rule.cc), so both give the same bits when the compiler neither
-// contracts nor reorders: g++ -O3 -ffp-contract=off.
+// Ops are functions that the text begins with. Each rounds by itself, in the order of the form, as in the runtime's
+// kernel that goes op after op over pieces (runtime/kernels_rule.cc). So both give the same bits when the compiler
+// neither contracts nor reorders: g++ -O3 -ffp-contract=off. No word of a program's text gets into it.
 #pragma once
 
 #include <string>

@@ -4,8 +4,8 @@
 //   piece 0: square_avg = mul(..) | square_avg = addcmul(..) | t0 = sqrt(..) | .. | w = addcdiv(..)
 //   piece 1: ...
 //
-// It says what a step's bits are, and runs until the form is compiled to one loop (rule_loops.h), which is about as fast as a
-// hand-written step. Floats of 16 bits are widened once for a piece and rounded once behind it.
+// It says what a step's bits are, and runs until the form is compiled to one loop (rule_loops.h), which is about as
+// fast as a hand-written step. Floats of 16 bits are widened once for a piece and rounded once behind it.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

@@ -25,8 +25,12 @@ from interlace.regions.library import Library, Wanted, reason_of
 from interlace.version import __version__
 
 # Bits: nothing is contracted or reordered. Speed: loops become vector code where neither errno nor traps are observed, and chains of choices
-# where redundancies are not looked for across branches (g++ 12 makes branches of Rprop's, ten times slower).
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-tree-pre", "-fPIC", "-shared", "-w")
+# where redundancies are not looked for across branches (g++ 12 makes branches of Rprop's, ten times slower). Asking for memory ahead
+# takes 2 to 6 % off NAdam, RAdam and Rprop.
+FLAGS = (
+    "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-tree-pre", "-fprefetch-loop-arrays",
+    "-fPIC", "-shared", "-w",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
