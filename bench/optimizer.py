@@ -2,7 +2,7 @@
 
     python bench/optimizer.py
     python bench/optimizer.py --numel 20e6 --threads 1 2 --rounds 30 --json out.json
-    python bench/optimizer.py --rules --numel 20e6           # captured optimizers, per byte that they move, against our AdamW: compiled, and op by op
+    python bench/optimizer.py --rules --numel 20e6           # captured ones, compiled and op by op: per byte that they move, over our AdamW
 
 The sides work on one flat tensor each, which is torch's best case; the norm's peer is `torch.linalg.vector_norm`.
 """

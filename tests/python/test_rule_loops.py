@@ -194,7 +194,8 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
 
 def test_loops_with_other_bits_are_not_used(tmp_path: Path) -> None:
     """A compiler that means it too well."""
-    compiler = 'if [ $1 = --version ]; then echo wrong 1; else sed -i "s/return a + n \\* b \\/ c/return a + n * (b \\/ c)/" *.cpp; exec g++ "$@"; fi\n'
+    reads = 'sed -i "s/return a + n \\* b \\/ c/return a + n * (b \\/ c)/" *.cpp; exec g++ "$@"'
+    compiler = f"if [ $1 = --version ]; then echo wrong 1; else {reads}; fi\n"
     text = "\n".join(rules_of(OTHERS["other bits"]([torch.nn.Parameter(torch.randn(4, 3))])).lines)
     with inductor.patch({"cpp.cxx": script(tmp_path / "cc", compiler)}):
         said = used(testing.rule_loops([text], ["f32"]), tmp_path / "cache")
