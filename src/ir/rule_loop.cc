@@ -106,9 +106,8 @@ class Writer {
                              : dtype_ == DType::kBF16 ? "bf16"
                                                       : "f16";
     const std::string math = dtype_ == DType::kF64 ? "double" : "float";
-    std::string out =
-        "(char* const* flats, const double* numbers, double scale, long begin, long end) {\n  typedef " + math +
-        " F;\n";
+    std::string out = "(char* const* flats, const double* numbers, double scale, long begin, long end) {\n  typedef " +
+                      math + " F;\n";
     for (int r = 0; r < flats_; ++r) {
       if (!Reads(r) && !Writes(r)) continue;
       const std::string place = std::to_string(r);

@@ -22,9 +22,9 @@
 #include <string>
 #include <vector>
 
+#include "ir/dtype.h"
 #include "ir/program.h"
 #include "ir/rule.h"
-#include "ir/dtype.h"
 
 namespace interlace {
 

@@ -110,8 +110,8 @@ struct UpdateKernel final : KernelData {
     }
   }
 
-  static void Step(Optimizer optimizer, const Range& range, std::span<const at::Tensor> x,
-                   const std::vector<double>& h, double grad_scale) {
+  static void Step(Optimizer optimizer, const Range& range, std::span<const at::Tensor> x, const std::vector<double>& h,
+                   double grad_scale) {
     if (optimizer == Optimizer::kRule) {
       const RuleForm& form = range.rule->forms[static_cast<size_t>(h[0])];
       RuleStep(form, x, std::span(h).subspan(1), grad_scale, range.LoopOf(h));

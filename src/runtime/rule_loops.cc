@@ -37,7 +37,7 @@ Table& TheTable() {
 std::vector<at::Tensor> Drawn(const Entry& entry, int64_t numel) {
   using Limits = std::numeric_limits<double>;
   constexpr double kInfinity = Limits::infinity();
-  constexpr double kSpecial[] = {0.0,   -0.0, 1.0,   -1.0,      0.5,        1e-40,
+  constexpr double kSpecial[] = {0.0,  -0.0,  1.0,   -1.0,      0.5,        1e-40,
                                  6e-8, 65504, -1e38, kInfinity, -kInfinity, Limits::quiet_NaN()};
   uint64_t state = 1;
   const auto draw = [&state] {  // PCG's multiplier
