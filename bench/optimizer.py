@@ -2,7 +2,7 @@
 
     python bench/optimizer.py
     python bench/optimizer.py --numel 20e6 --threads 1 2 --rounds 30 --json out.json
-    python bench/optimizer.py --rules --numel 20e6           # captured optimizers, per byte that they move, against our AdamW
+    python bench/optimizer.py --rules --numel 20e6           # captured ones, compiled and op by op: per byte that they move, over our AdamW
 
 The sides work on one flat tensor each, which is torch's best case; the norm's peer is `torch.linalg.vector_norm`.
 """
@@ -10,6 +10,9 @@ The sides work on one flat tensor each, which is torch's best case; the norm's p
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
+from functools import partial
 
 import torch
 from common import paired, report
@@ -58,6 +61,21 @@ def compare(dtype: torch.dtype, numel: int, args: argparse.Namespace, threads: i
         report(title, times, "torch", args.json, case=case, dtype=name)
 
 
+def use_loops(text: str, dtype: str) -> None:
+    """Has the loops of a rule compiled and used. Error: they cannot be."""
+    from interlace.private import cache_folder
+    from interlace.regions import Loops
+
+    said: list[str] = []
+    loops = Loops(cache_folder(), said.append)
+    loops.begin(testing.rule_loops([text], [dtype]))
+    while loops.pending:
+        time.sleep(0.05)
+        loops.poll()
+    if said:
+        raise SystemExit("; ".join(said))
+
+
 RULES = {
     "AdamW as a rule": lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.1),
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.1, amsgrad=True),
@@ -92,17 +110,18 @@ def compare_rules(dtype: torch.dtype, numel: int, args: argparse.Namespace) -> N
         text = "\n".join(rules_of(optimizer).lines)
         forms = [tuple(line.strip() for line in block.splitlines() if " = " in line) for block in text.split("form {")[1:]]
         number, numbers = forms.index(step.forms[0].lines), step.forms[0].numbers
+        use_loops(text, next(key for key, value in DTYPES.items() if value is dtype))
 
         def adamw() -> None:
             testing.adam_step(*base, lr=1e-4, beta2=0.95, weight_decay=0.1, t=10.0)
 
-        def rule(text: str = text, number: int = number, flats: list = flats, numbers: list = numbers) -> None:
-            testing.rule_step(text, number, flats, numbers)
+        def rule(compiled: bool, text: str = text, number: int = number, flats: list = flats, numbers: list = numbers) -> None:
+            testing.rule_step(text, number, flats, numbers, compiled=compiled)
 
-        times = paired({"AdamW": adamw, name: rule}, rounds=args.rounds)
+        times = paired({"AdamW": adamw, "loop": partial(rule, True), "ops": partial(rule, False)}, rounds=args.rounds)
         moved = (2 * len(flats) - 1) / 7
-        per_byte = sorted(b / a / moved for a, b in zip(times["AdamW"], times[name], strict=True))
-        print(f"{name:18} {len(flats) - 2} states, {len(forms[number]):2} ops: {per_byte[len(per_byte) // 2]:.3f} x AdamW per byte")
+        loop, ops = (statistics.median(b / a / moved for a, b in zip(times["AdamW"], times[way], strict=True)) for way in ("loop", "ops"))
+        print(f"{name:18} {len(flats) - 2} states, {len(forms[number]):2} ops: {loop:.3f} x AdamW per byte, op by op {ops:.3f}", flush=True)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
 #include "ir/print_rule.h"
+#include "ir/rule_loop.h"
 #include "ir/program.h"
 #include "ir/residency.h"
 #include "ir/text.h"
@@ -376,6 +377,9 @@ PYBIND11_MODULE(_core, m) {
       .def("groups", &Groups)
       .def("funcs", &Funcs, "Regions: name, key, text, calls, and the body as data.")
       .def("rules", &Rules)
+      .def("rule_loops", &RuleLoopsOf, py::arg("on_host") = false,
+           "The loops of its optimizers' rules as a C++ file (ir/rule_loop.h), or those that run on the host alone; "
+           "empty: none.")
       .def("symbols", &Symbols)
       .def(
           "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")

@@ -7,6 +7,7 @@
 #include "base/suggest.h"
 #include "ir/text.h"
 #include "runtime/region_driver.h"
+#include "runtime/rule_loops.h"
 
 namespace py = pybind11;
 
@@ -166,6 +167,7 @@ py::dict StatsDict(const ExecutorStats& stats) {
   dict["peak_op"] = stats.peak_op;
   dict["placed_bytes"] = stats.counters.placed_bytes;
   dict["copied_bytes"] = stats.counters.copied_bytes;
+  dict["looped_updates"] = stats.counters.looped_updates;
   dict["skipped_updates"] = stats.counters.skipped_updates;
   dict["bytes_sent"] = stats.comm.bytes_sent;
   dict["bytes_received"] = stats.comm.bytes_received;
@@ -309,6 +311,11 @@ PYBIND11_MODULE(_runtime, m) {
           },
           "The plan of the arena as text; None without one.")
       .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
+  m.def(
+      "use_rule_loops", [](const std::string& path) { return WithoutLock([&] { return Unwrap(UseRuleLoops(path)); }); },
+      py::arg("path"),
+      "Has the optimizer steps of this process's executors run by the loops of a library (runtime/rule_loops.h). Gives "
+      "the names of those that are left out because their bits are others. Error: it cannot be loaded.");
   BindSnapshot(m, executor);
   BindTrace(m, executor);
   BindMeasure(m);

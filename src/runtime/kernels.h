@@ -50,9 +50,12 @@ void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_av
 // momentum may be undefined.
 void SgdStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
 
-// A captured step (ir/rule.h): `flats` are weights, gradient and states, `numbers` those of the form.
+// What a rule's form is compiled to (ir/rule_loop.h): flats, numbers, the gradient's scale, elements [begin, end).
+using RuleLoop = void (*)(char* const*, const double*, double, int64_t, int64_t);
+// A captured step (ir/rule.h): `flats` are weights, gradient and states, `numbers` those of the form. With the form's
+// loop, if there is one, on CPUs; the bits are the same.
 void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
-              double grad_scale);
+              double grad_scale, RuleLoop loop = nullptr);
 
 // acc (int64[kNormLimbs]) += exact fixed-point sum of the squares of flat, block sums of 32 elements in float64
 // (docs/ir.md).

@@ -1,14 +1,11 @@
 // kernels_rule.cc — a captured optimizer step (ir/rule.h) over a flat shard: op after op on a piece of all operands
-// that stays in the first-level cache, so that every element comes from memory and goes there once, as in a
-// hand-written step.
+// that stays in the first-level cache, so that every element comes from memory and goes there once.
 //
 //   piece 0: square_avg = mul(..) | square_avg = addcmul(..) | t0 = sqrt(..) | .. | w = addcdiv(..)
 //   piece 1: ...
 //
-// rule_passes.h says which ops are one pass. Tried and dropped: asking for the next piece (prefetch) while one is
-// computed, pieces of 64 and of 512 to 4096 elements.
-//
-// Floats of 16 bits are widened once for a piece and rounded once behind it.
+// It says what a step's bits are, and runs until the form is compiled to one loop (rule_loops.h), which is about as
+// fast as a hand-written step. Floats of 16 bits are widened once for a piece and rounded once behind it.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -19,7 +16,6 @@
 #include "base/clones.h"
 #include "runtime/kernel_loops.h"
 #include "runtime/kernels_aten.h"
-#include "runtime/rule_passes.h"
 
 namespace interlace {
 
@@ -29,12 +25,10 @@ constexpr int64_t kRulePiece = 256;  // elements of each operand at a time
 
 struct RulePlan {
   const RuleForm* form;
-  std::vector<RulePass> passes;
   const double* numbers;
   std::array<char*, 2 + kMaxRuleStates> flats;  // weight, gradient, states
   int count;                                    // of these
   double grad_scale;
-  bool folds_scale;   // into the loops that read the gradient
   bool scratch_grad;  // the gradient that the form sees is not the one in memory
 };
 
@@ -88,16 +82,9 @@ template <typename T, typename F>
   }
 }
 
+// `k`: of an op that is scaled, its last operand.
 template <typename T>
-struct Extras {
-  T k, before, divisor, addend;  // 1 and 0 where there is none
-  bool root, divides;
-};
-
-template <typename T>
-[[gnu::always_inline]] inline void RunOp(RuleCode code, T* out, const Source<T>* x, const Extras<T>& extras,
-                                         int64_t n) {
-  const T k = extras.k, before = extras.before, divisor = extras.divisor, addend = extras.addend;
+[[gnu::always_inline]] inline void RunOp(RuleCode code, T* out, const Source<T>* x, T k, int64_t n) {
   switch (code) {
     case RuleCode::kCopy:
       return Unary(
@@ -112,13 +99,6 @@ template <typename T>
       return Unary(
           out, x, n, [](T a) __attribute__((always_inline)) { return T(a > 0) - T(a < 0); });
     case RuleCode::kSqrt:
-      if (extras.divides) {
-        return Unary(
-            out, x, n, [=](T a) __attribute__((always_inline)) { return std::sqrt(a) / divisor + addend; });
-      }
-      if (extras.root)
-        return Unary(
-            out, x, n, [=](T a) __attribute__((always_inline)) { return std::sqrt(a) + addend; });
       return Unary(
           out, x, n, [](T a) __attribute__((always_inline)) { return std::sqrt(a); });
     case RuleCode::kRsqrt:
@@ -167,7 +147,7 @@ template <typename T>
           out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a != b); });
     case RuleCode::kAdd:
       return Binary(
-          out, x, n, [=](T a, T b) __attribute__((always_inline)) { return a * before + k * b; });
+          out, x, n, [=](T a, T b) __attribute__((always_inline)) { return a + k * b; });
     case RuleCode::kLerp:
       if (x[2].data == nullptr) {
         const T weight = x[2].number;
@@ -189,98 +169,21 @@ template <typename T>
           out, x, n, [](T a, T b, T c) __attribute__((always_inline)) { return a != 0 ? b : c; });
     case RuleCode::kAddcmul:
       return Product(
-          out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a * before + k * b * c; });
+          out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a + k * b * c; });
     case RuleCode::kAddcdiv:
-      if (extras.divides) {
-        return Product(
-            out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) {
-              return a * before + k * b / (std::sqrt(c) / divisor + addend);
-            });
-      }
-      if (extras.root) {
-        return Product(
-            out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) {
-              return a * before + k * b / (std::sqrt(c) + addend);
-            });
-      }
       return Product(
-          out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a * before + k * b / c; });
+          out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a + k * b / c; });
   }
 }
 
-template <typename T>
-struct MomentsArgs {
-  T *weight, *mean, *square, *largest;
-  const T* gradient;
-  T scale, mean_part, square_before, square_k, before, k, divisor, addend;
-  bool from_mean;  // lerp begins at the mean, else at the gradient
-};
-
-// The averages of a gradient and what they do to the weight, in one pass over memory.
-template <bool kMean, bool kLargest, bool kDivides, typename T>
-[[gnu::always_inline]] inline void MomentsLoop(const MomentsArgs<T>& a, int64_t n) {
-  T *const w = a.weight, *const m = a.mean, *const v = a.square, *const u = a.largest;
-  const T* const g = a.gradient;
-  const T scale = a.scale, part = a.mean_part, keep = a.square_before, add = a.square_k, before = a.before, k = a.k;
-  const T divisor = a.divisor, addend = a.addend;
-  const bool from_mean = a.from_mean;
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    const T grad = g[i] * scale;
-    T moved = grad;
-    if constexpr (kMean) {
-      const T old = m[i];
-      moved = (from_mean ? old : grad) + part * (grad - old);
-      m[i] = moved;
-    }
-    T square = v[i] * keep + add * grad * grad;
-    v[i] = square;
-    if constexpr (kLargest) {
-      const T old = u[i];
-      square = old > square || old != old ? old : square;
-      u[i] = square;
-    }
-    const T root = kDivides ? std::sqrt(square) / divisor + addend : std::sqrt(square) + addend;
-    w[i] = w[i] * before + k * moved / root;
-  }
-}
-
-template <typename T>
-[[gnu::always_inline]] inline void RunMoments(const MomentsArgs<T>& a, bool divides, int64_t n) {
-  if (a.mean == nullptr) {
-    if (a.largest != nullptr) {
-      divides ? MomentsLoop<false, true, true>(a, n) : MomentsLoop<false, true, false>(a, n);
-    } else {
-      divides ? MomentsLoop<false, false, true>(a, n) : MomentsLoop<false, false, false>(a, n);
-    }
-  } else if (a.largest != nullptr) {
-    divides ? MomentsLoop<true, true, true>(a, n) : MomentsLoop<true, true, false>(a, n);
-  } else {
-    divides ? MomentsLoop<true, false, true>(a, n) : MomentsLoop<true, false, false>(a, n);
-  }
-}
-
-// One op or one pass over a piece: functions of their own, which the spans of several types share. A call for 256 elements costs
+// One op over a piece: functions of their own, which the spans of several types share. A call for 256 elements costs
 // nothing, compiling all loops once more for each type of 16 bits took half of this file's time.
-#define INTERLACE_PIECES(suffix, T)                                                                                 \
-  INTERLACE_CLONES void Op##suffix(RuleCode code, T* out, const Source<T>* x, const Extras<T>& extras, int64_t n) { \
-    RunOp<T>(code, out, x, extras, n);                                                                              \
-  }                                                                                                                 \
-  INTERLACE_CLONES void Moments##suffix(const MomentsArgs<T>& a, bool divides, int64_t n) {                         \
-    RunMoments<T>(a, divides, n);                                                                                   \
-  }
-INTERLACE_PIECES(F64, double)
-INTERLACE_PIECES(F32, float)
-#undef INTERLACE_PIECES
-
-template <typename T>
-constexpr auto OpOf = &OpF32;
-template <>
-constexpr auto OpOf<double> = &OpF64;
-template <typename T>
-constexpr auto MomentsOf = &MomentsF32;
-template <>
-constexpr auto MomentsOf<double> = &MomentsF64;
+INTERLACE_CLONES void OpOn(RuleCode code, double* out, const Source<double>* x, double k, int64_t n) {
+  RunOp(code, out, x, k, n);
+}
+INTERLACE_CLONES void OpOn(RuleCode code, float* out, const Source<float>* x, float k, int64_t n) {
+  RunOp(code, out, x, k, n);
+}
 
 template <typename T>
 [[gnu::always_inline]] inline void RunSpan(const RulePlan& plan, int64_t begin, int64_t end) {
@@ -304,50 +207,20 @@ template <typename T>
         Convert(flat, registers[f], n);
       }
     }
-    if (scale != Math(1) && !plan.folds_scale) {
+    if (scale != Math(1)) {
       const Source<Math> from[3] = {
           {kWiden ? registers[1] : reinterpret_cast<Math*>(plan.flats[1]) + begin, Math(0)}, {}, {}};
       Unary(
           registers[1], from, n, [scale](Math g) __attribute__((always_inline)) { return g * scale; });
     }
-    for (const RulePass& pass : plan.passes) {
+    for (const RuleOp& op : plan.form->ops) {
       Source<Math> x[4] = {};
       for (int i = 0; i < 4; ++i) {
-        const RuleOperand operand = pass.op.operands[i];
+        const RuleOperand operand = op.operands[i];
         x[i] = IsNumber(operand) ? Source<Math>{nullptr, numbers[NumberIndex(operand)]}
                                  : Source<Math>{registers[operand], Math(0)};
       }
-      const auto number = [&](RuleOperand operand, Math otherwise) {
-        return operand == kNothing ? otherwise : numbers[NumberIndex(operand)];
-      };
-      const Extras<Math> extras{.k = pass.op.code == RuleCode::kAdd ? x[2].number : x[3].number,
-                                .before = number(pass.before, Math(1)),
-                                .divisor = number(pass.divisor, Math(1)),
-                                .addend = number(pass.addend, Math(0)) * number(pass.factor, Math(1)),
-                                .root = pass.root,
-                                .divides = pass.divisor != kNothing};
-      if (pass.square != kNothing) {
-        const auto memory = [&](RuleOperand operand) { return operand == kNothing ? nullptr : registers[operand]; };
-        const Math weight = number(pass.mean_weight, Math(0));
-        const bool from_mean = std::abs(weight) < Math(0.5);
-        MomentsOf<Math>({.weight = registers[pass.op.result],
-                          .mean = memory(pass.mean),
-                          .square = memory(pass.square),
-                          .largest = memory(pass.largest),
-                          .gradient = registers[pass.gradient],
-                          .scale = plan.folds_scale && pass.gradient == 1 ? scale : Math(1),
-                          .mean_part = from_mean ? weight : weight - Math(1),
-                          .square_before = number(pass.square_before, Math(1)),
-                          .square_k = number(pass.square_k, Math(0)),
-                          .before = extras.before,
-                          .k = extras.k,
-                          .divisor = extras.divisor,
-                          .addend = extras.addend,
-                          .from_mean = from_mean},
-                         extras.divides, n);
-        continue;
-      }
-      OpOf<Math>(pass.op.code, registers[pass.op.result], x, extras, n);
+      OpOn(op.code, registers[op.result], x, x[op.code == RuleCode::kAdd ? 2 : 3].number, n);
     }
     if constexpr (kWiden) {
       for (int f = 0; f < plan.count; ++f) {
@@ -378,7 +251,7 @@ void CheckFlats(std::span<const at::Tensor> flats) {
 }  // namespace
 
 void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
-              double grad_scale) {
+              double grad_scale, RuleLoop loop) {
   CheckFlats(flats);
   TORCH_INTERNAL_ASSERT(static_cast<int>(numbers.size()) >= form.numbers,
                         "a rule's form has more numbers than its row");
@@ -387,21 +260,19 @@ void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span
   const auto step = FormFor(flats[0].scalar_type(), &RuleF64, &RuleF32, &RuleF16, &RuleBF16);
   TORCH_INTERNAL_ASSERT(step != nullptr, "a rule's step of ", c10::toString(flats[0].scalar_type()));
   RulePlan plan{.form = &form,
-                .passes = PassesOf(form, static_cast<int>(flats.size())),
                 .numbers = numbers.data(),
                 .flats = {},
                 .count = static_cast<int>(flats.size()),
                 .grad_scale = grad_scale,
-                .folds_scale = false,
-                .scratch_grad = false};
-  plan.folds_scale = FoldsScale(plan.passes);
-  plan.scratch_grad = grad_scale != 1 && !plan.folds_scale;
+                .scratch_grad = grad_scale != 1};
   for (const RuleOp& op : form.ops) plan.scratch_grad = plan.scratch_grad || op.result == 1;
   for (size_t i = 0; i < flats.size(); ++i) {
     plan.flats[i] = i == 1 ? static_cast<char*>(const_cast<void*>(flats[i].const_data_ptr()))
                            : static_cast<char*>(flats[i].mutable_data_ptr());
   }
-  at::parallel_for(0, flats[0].numel(), kGrain, [&](int64_t begin, int64_t end) { step(plan, begin, end); });
+  at::parallel_for(0, flats[0].numel(), kGrain, [&](int64_t begin, int64_t end) {
+    loop == nullptr ? step(plan, begin, end) : loop(plan.flats.data(), plan.numbers, grad_scale, begin, end);
+  });
 }
 
 }  // namespace interlace

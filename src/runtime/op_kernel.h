@@ -59,6 +59,7 @@ struct Counters {
   int64_t steps = 0, ops = 0;
   int64_t placed_bytes = 0;     // results written at their place by the op itself
   int64_t copied_bytes = 0;     // results computed elsewhere and copied to their place
+  int64_t looped_updates = 0;   // parts of shards whose rule ran as a loop (rule_loops.h), the host lane apart
   int64_t skipped_updates = 0;  // steps whose update was skipped because the norm was not finite
 };
 

@@ -10,6 +10,7 @@
 #include "ir/pending.h"
 #include "runtime/kernels.h"
 #include "runtime/op_kernel.h"
+#include "runtime/rule_loops.h"
 #include "runtime/tier_bank.h"
 
 namespace interlace {
@@ -65,7 +66,13 @@ struct UpdateKernel final : KernelData {
     int64_t begin, length;                   // elements of the flat operand
     int32_t group;                           // index into the hyper-parameters
     std::shared_ptr<const UpdateRule> rule;  // of the group
+    std::vector<const RulePlace*> loops;     // of its forms, on the host
     std::vector<at::Tensor> sliced;          // per operand, when it is fixed
+    // Of the form that a group's numbers name; nullptr: it has none, or not yet.
+    RuleLoop LoopOf(const std::vector<double>& h) const {
+      const RulePlace* const place = loops.empty() ? nullptr : loops[static_cast<size_t>(h[0])];
+      return place == nullptr ? nullptr : place->load(std::memory_order_acquire);
+    }
   };
   using Operands = std::array<at::Tensor, 2 + kMaxRuleStates>;  // w, g, states; undefined where there are fewer
   Optimizer optimizer;
@@ -90,7 +97,7 @@ struct UpdateKernel final : KernelData {
         for (const Range& range : *ranges) {
           Operands x;
           std::copy(range.sliced.begin(), range.sliced.end(), x.begin());
-          Step(optimizer, range.rule.get(), {x.data(), flats}, hyper[range.group], grad_scale);
+          Step(optimizer, range, {x.data(), flats}, hyper[range.group], grad_scale);
         }
       });
       return;
@@ -98,14 +105,16 @@ struct UpdateKernel final : KernelData {
     for (const Range& range : *ranges) {
       Operands x;
       for (size_t i = 0; i < operands.size(); ++i) x[i] = Operand(frame, range, i);
-      Step(optimizer, range.rule.get(), {x.data(), operands.size()}, hyper[range.group], grad_scale);
+      if (range.LoopOf(hyper[range.group]) != nullptr) ++frame.counters.looped_updates;
+      Step(optimizer, range, {x.data(), operands.size()}, hyper[range.group], grad_scale);
     }
   }
 
-  static void Step(Optimizer optimizer, const UpdateRule* rule, std::span<const at::Tensor> x,
-                   const std::vector<double>& h, double grad_scale) {
+  static void Step(Optimizer optimizer, const Range& range, std::span<const at::Tensor> x, const std::vector<double>& h,
+                   double grad_scale) {
     if (optimizer == Optimizer::kRule) {
-      RuleStep(rule->forms[static_cast<size_t>(h[0])], x, std::span(h).subspan(1), grad_scale);
+      const RuleForm& form = range.rule->forms[static_cast<size_t>(h[0])];
+      RuleStep(form, x, std::span(h).subspan(1), grad_scale, range.LoopOf(h));
     } else if (optimizer == Optimizer::kSgd) {
       SgdStep(x[0], x[1], x.size() > 2 ? x[2] : at::Tensor(),
               SgdArgs{.lr = h[0],
@@ -174,7 +183,7 @@ Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, c
       return OpError(context, op, "group " + std::to_string(r.group) + " has no rule");
     std::shared_ptr<const UpdateRule> copy =
         rule == kNone ? nullptr : std::make_shared<const UpdateRule>(context.program.rules[rule]);
-    ranges.push_back({begin, end - begin, position->second, std::move(copy), {}});
+    ranges.push_back({begin, end - begin, position->second, std::move(copy), {}, {}});
   }
   return ranges;
 }
@@ -272,6 +281,10 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     kernel->bank = context.bank;
   }
   for (UpdateKernel::Range& range : *kernel->ranges) {
+    if (kernel->optimizer == Optimizer::kRule && (on_host || context.device.is_cpu())) {
+      const int states = static_cast<int>(operands.size()) - 2;
+      for (const RuleForm& form : range.rule->forms) range.loops.push_back(PlaceOf(form, states, w.dtype));
+    }
     for (ValueId id : operands) {
       if (on_host) break;
       range.sliced.push_back(context.is_fixed(id) ? Slice(context.fixed[id], range.begin, range.length) : at::Tensor());

@@ -27,7 +27,7 @@ from interlace.config import Config, format_bytes
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
-from interlace.regions import Library, say_once
+from interlace.regions import Library, Loops, say_once
 
 log = logging.getLogger("interlace")
 
@@ -80,6 +80,8 @@ class Programs:
         # stages (compiling/captures.py); rank 0 only.
         self.by_stage: dict[str, list[str]] = {}
         self.regions = Regions(config, peers, self.cache_folder())
+        self.loops = Loops(self.cache_folder())
+        peers.on_close(self.loops.close)
         self._shared = 0
 
     def captured_of(self, captured: str, stage: int) -> str:
@@ -211,6 +213,7 @@ class Programs:
             executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states)
         except _runtime.Error as e:
             raise ProgramError(str(e)) from e
+        self.loops.begin(program.rule_loops(on_host=self.peers.device.type != "cpu"))
         note = executor.stats()["tier_note"]
         if note and donor is None:
             log.warning("%s", note)

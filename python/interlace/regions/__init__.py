@@ -8,6 +8,7 @@ CUDA  funcs of a program ──lower──► Triton text ──cubins──► 
 from interlace.regions.beside import Making, ready, wanted_of
 from interlace.regions.kept import RegionsError, say_once
 from interlace.regions.library import Library, Wanted, reason_of, say_bodies_run
+from interlace.regions.loops import Loops
 from interlace.regions.lower import TESTED
 
-__all__ = ["TESTED", "Library", "Making", "RegionsError", "Wanted", "ready", "reason_of", "say_bodies_run", "say_once", "wanted_of"]
+__all__ = ["TESTED", "Library", "Loops", "Making", "RegionsError", "Wanted", "ready", "reason_of", "say_bodies_run", "say_once", "wanted_of"]

@@ -110,7 +110,7 @@ class Making:
         """The child, if nobody of this host has the lock."""
         if (fd := take_lock(self.wanted.lock)) is None:
             if not self._waits:
-                self._say(f"another process of this host compiles the regions{self._meanwhile}")
+                self._say(f"another process of this host compiles {self.wanted.what}{self._meanwhile}")
             self._waits = True
             return
         try:
@@ -136,7 +136,8 @@ class Making:
                 raise
             # Also when this is forgotten, and when the process ends without closing it.
             self._end = weakref.finalize(self, _end, self._child, self.wanted, scratch, os.getpid())
-            self._say(f"compiling {len(self.wanted.funcs)} regions{self._meanwhile}")
+            count = len(self.wanted.funcs)
+            self._say(f"compiling {f'{count} regions' if count else self.wanted.what}{self._meanwhile}")
         finally:
             os.close(fd)  # the child has the lock
 

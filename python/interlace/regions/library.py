@@ -73,6 +73,7 @@ class Wanted:
     threads: int
     key: str
     suffix = ".so"
+    what = "the regions"
     at_once = 1  # parts that are made at the same time: beside a training they have one core
 
     @classmethod
@@ -193,9 +194,13 @@ def _compile(sources: list[Path], folder: Path, threads: int, limit_s: float) ->
     made = Path(builder.get_target_file_path())
     code, errors = kept.run_within([*shlex.split(builder.get_command_line()), "-w"], "the C++ compiler", limit_s, cwd=folder)
     if code != 0 or not made.is_file():
-        line = next((text for text in errors.splitlines() if "error" in text), errors.strip()[-200:])
-        raise RegionsError(f"the C++ compiler failed ({code}): {line[:300]}")
+        raise failed(code, errors)
     return made
+
+
+def failed(code: int, errors: str) -> RegionsError:
+    line = next((text for text in errors.splitlines() if "error" in text), errors.strip()[-200:])
+    return RegionsError(f"the C++ compiler failed ({code}): {line[:300]}")
 
 
 @functools.cache

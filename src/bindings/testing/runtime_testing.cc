@@ -6,12 +6,15 @@
 #include <optional>
 
 #include "bindings/runtime.h"
+#include "ir/rule_loop.h"
 #include "ir/text.h"
 #include "runtime/allocator.h"
 #include "runtime/attention_ops.h"
 #include "runtime/file_operators.h"
 #include "runtime/kernels_aten.h"
+#include "runtime/rule_loops.h"
 #include "runtime/step_heap.h"
+#include "runtime/view.h"
 #include "transport/frame_sum.h"
 
 namespace py = pybind11;
@@ -93,7 +96,7 @@ void BindTesting(py::module_& module) {
   m.def(
       "rule_step",
       [](const std::string& text, size_t form, const std::vector<at::Tensor>& flats, const std::vector<double>& numbers,
-         double grad_scale, bool aten) {
+         double grad_scale, bool aten, bool compiled) {
         static std::string known;  // benchmarks call it with one text many times
         static UpdateRule rule;
         if (text != known) {
@@ -101,10 +104,37 @@ void BindTesting(py::module_& module) {
           if (!program.ok()) throw std::invalid_argument(program.error().ToString());
           rule = program->rules.at(0), known = text;
         }
-        (aten ? RuleStepAten : RuleStep)(rule.forms.at(form), flats, numbers, grad_scale);
+        if (aten) return RuleStepAten(rule.forms.at(form), flats, numbers, grad_scale);
+        RuleLoop loop = nullptr;
+        if (compiled) {
+          const int states = static_cast<int>(rule.states.size());
+          loop = *PlaceOf(rule.forms.at(form), states, flats.at(0).scalar_type());
+          if (loop == nullptr) throw std::invalid_argument("the form has no loop");
+        }
+        RuleStep(rule.forms.at(form), flats, numbers, grad_scale, loop);
       },
       py::arg("text"), py::arg("form"), py::arg("flats"), py::arg("numbers"), py::arg("grad_scale") = 1.0,
-      py::arg("aten") = false, no_gil);
+      py::arg("aten") = false, py::arg("compiled") = false, no_gil);
+  m.def(
+      "rule_loops",
+      [](const std::vector<std::string>& texts, const std::vector<std::string>& dtypes) {
+        std::vector<RuleLoopText> loops;
+        for (const std::string& text : texts) {
+          Result<Program> program = Parse("interlace 1 captured\n" + text + "\n");
+          if (!program.ok()) throw std::invalid_argument(program.error().ToString());
+          const UpdateRule& rule = program->rules.at(0);
+          const int states = static_cast<int>(rule.states.size());
+          for (const std::string& name : dtypes) {
+            const DType dtype = ParseDType(name).value();
+            for (const RuleForm& form : rule.forms) {
+              PlaceOf(form, states, ScalarTypeOf(dtype));
+              loops.push_back(LoopOf(form, states, dtype));
+            }
+          }
+        }
+        return FileOf(loops);
+      },
+      py::arg("texts"), py::arg("dtypes"), "The loops of rules' forms as C++; they have places from now on.");
   m.def(
       "norm_partial",
       [](const at::Tensor& flat, const at::Tensor& acc, bool aten) {
