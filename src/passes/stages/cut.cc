@@ -141,7 +141,7 @@ struct Dealing {
   std::optional<stages::Measured>& plain;  // the first with one stage a rank
 
   // It may take as much memory as `plain` does as 1F1B and, where the memory of a rank is known, what there is of it
-  // beside parameters, gradients and two moments that nobody shares.
+  // beside parameters, gradients, two moments and a copy in another dtype that nobody shares.
   Result<Dealt> As(const stages::Deal& deal, const std::string& at) const {
     Dealt out;
     INTERLACE_ASSIGN(out.borders, stages::ChosenBorders(program, flow, at, deal, model, axis));
@@ -155,7 +155,7 @@ struct Dealing {
     if (micro_batches > 0) room = stages::RoomOf1F1B(*plain, *out.measured, micro_batches, program.AxisSize("dp"));
     if (costs.limit < std::numeric_limits<int64_t>::max()) {
       for (size_t r = 0; r < room.size(); ++r)
-        room[r] = std::max(room[r], costs.limit / 10 * 9 - 4 * out.measured->of_params[r]);
+        room[r] = std::max(room[r], costs.limit / 10 * 9 - 5 * out.measured->of_params[r]);
     }
     // What a backward part has sent is there for some micro-batches more, until the last stage takes it.
     double sent = 0;
