@@ -89,3 +89,17 @@ def test_all_end_with_the_launcher(number: int, tmp_path: Path) -> None:
     while any(Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text() for pid in children):
         assert time.monotonic() < deadline, "one outlives its launcher"
         time.sleep(0.05)
+
+
+def test_a_launcher_that_ends_before_it_reads_leaves_no_traceback() -> None:
+    """It found a fault in what it was asked after the fork server had said that it is ready."""
+    code = (
+        "import select, time\n"
+        "from interlace.dist.fork_server import ForkServer\n"
+        "server = ForkServer(lambda: None, lambda: None)\n"
+        "select.select([server._pipe], [], [])\n"
+        "server._pipe.close()\n"
+        "time.sleep(0.5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""

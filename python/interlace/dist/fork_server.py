@@ -103,7 +103,10 @@ def _serve(
     except OSError:  # the launcher has found a fault in what it was asked, and ended
         return
     while True:
-        words, fds, _, _ = socket.recv_fds(pipe, 1 << 20, 1)
+        try:
+            words, fds, _, _ = socket.recv_fds(pipe, 1 << 20, 1)
+        except ConnectionResetError:  # it has ended before it read that
+            return
         if not words:
             return
         between = os.fork()
