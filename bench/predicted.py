@@ -8,7 +8,8 @@ auto     `tensor(plan=auto)` against what the model itself says (Hugging Face's 
 without  models that say nothing about tensor parallelism: seconds until a plan is found, and the step against no cut at all
 search   Llama-3-70B for 32 H100 (8 are too few): captured, its cuts by 8 searched, the schedule's search behind it; in a process of its own
 bubble   10 pipelines of 4 to 16 stages: `order(schedule=auto)` against 1F1B; what a step takes beyond its busiest stage's work (and that
-         stage's waits for transfers under way, which tensor parallelism has in any order), and the largest peak of a rank
+         stage's waits for transfers under way, which tensor parallelism has in any order), and the largest peak of a rank; within 1F1B's
+         peak, and within what the device has
 stages   Llama-3-70B captured and cut into 8 stages of tp 4, orders searched; seconds and resident memory of a process of its own
 
 Seconds are by the clock and, in brackets, of the processor (all threads): on a machine that others use the latter say more.
