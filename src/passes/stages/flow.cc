@@ -233,7 +233,6 @@ bool Flow::Fits(const std::vector<char>& above) const {
   return true;
 }
 
-// Of a start that gives one storage: the op that waits for nothing else; -1: there is none.
 int32_t Flow::WaitOf(int32_t start) const {
   const std::vector<ValueId>& results = op(start).results;
   if (results.size() != 1) return -1;

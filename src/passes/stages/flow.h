@@ -38,6 +38,8 @@ class Flow {
   int32_t PositionOf(int32_t index) const { return position_[static_cast<size_t>(index)]; }
   // The last op that changes a storage, its definition included.
   int32_t LastWrite(ValueId root) const { return last_write_[static_cast<size_t>(root)]; }
+  // Of a start that gives one storage: the op that waits for nothing else; -1: there is none.
+  int32_t WaitOf(int32_t start) const;
   // Storages that an op needs, each once.
   const std::vector<ValueId>& Needs(int32_t index) const { return needs_[static_cast<size_t>(index)]; }
 
@@ -63,7 +65,6 @@ class Flow {
   void FindPositions();
   void FindCrossing();
   void FindSums(int32_t index, ValueId param);
-  int32_t WaitOf(int32_t start) const;
   bool MoveDown(std::vector<char>& above, const std::vector<char>& there, const std::vector<char>& below) const;
 
   const Program& program_;

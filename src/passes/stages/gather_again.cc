@@ -19,10 +19,9 @@ class Again {
   int64_t Run(const std::vector<Turn>& turns) {
     int64_t count = 0;
     for (int32_t i = 0; i < flow_.size(); ++i) {
-      if (flow_.op(i).kind != OpKind::kAllGatherStart || flow_.op(i).results.size() != 1) continue;
+      const int32_t wait = flow_.op(i).kind == OpKind::kAllGatherStart ? flow_.WaitOf(i) : -1;
+      if (wait < 0 || flow_.LastWrite(program_.RootOf(flow_.op(i).args[0].value)) > i) continue;
       const ValueId root = flow_.op(i).results[0];
-      const int32_t wait = flow_.LastWrite(root);
-      if (!IsWait(flow_.op(wait)) || flow_.LastWrite(program_.RootOf(flow_.op(i).args[0].value)) > i) continue;
       std::vector<int32_t> late;
       bool soon = false;
       for (int32_t reader : flow_.Readers(root)) {
