@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,3 +32,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "soak" in item.keywords and not soak:
             item.add_marker(pytest.mark.skip(reason="the long form: make soak, or INTERLACE_SOAK=1"))
+
+
+@pytest.fixture
+def unsaid() -> Iterator[None]:
+    """Nothing was said yet of compilers, and none was looked for."""
+    from interlace.regions import kept, library
+
+    kept._said.clear()
+    library._compiler.cache_clear()
+    yield
+    library._compiler.cache_clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch._inductor import config as inductor
 
 import interlace
 from interlace import _core
-from interlace.regions import Library, kept, library, ready
+from interlace.regions import Library, library, ready
 from interlace.regions.body import function_of, operands_of, view_of
 from interlace.regions.check import added, compare
 
@@ -56,12 +55,7 @@ def funcs(*texts: str) -> list[dict[str, Any]]:
 ALL = (GATED, ROTATED, NORMED)
 
 
-@pytest.fixture(autouse=True)
-def unsaid() -> Iterator[None]:
-    kept._said.clear()
-    library._compiler.cache_clear()
-    yield
-    library._compiler.cache_clear()
+pytestmark = pytest.mark.usefixtures("unsaid")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,7 @@ PATIENCE_S = 300.0  # of a test for a compiler on a loaded machine; nothing is a
 HANGS = 'if [ "$1" = --version ]; then echo slow 1; else echo $$ > {file}; sleep 1000; fi\n'
 
 
-@pytest.fixture(autouse=True)
-def unsaid() -> Iterator[None]:
-    kept._said.clear()
-    library._compiler.cache_clear()
-    yield
-    library._compiler.cache_clear()
+pytestmark = pytest.mark.usefixtures("unsaid")
 
 
 def perceptron() -> torch.nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,7 @@ Tensor = torch.Tensor
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-@pytest.fixture(autouse=True)
-def unsaid() -> Iterator[None]:
-    kept._said.clear()
-    library._compiler.cache_clear()
-    yield
-    library._compiler.cache_clear()
+pytestmark = pytest.mark.usefixtures("unsaid")
 
 
 def text_of(kind: str) -> str:
