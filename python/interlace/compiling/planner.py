@@ -18,7 +18,7 @@ from interlace.compiling.dropout import put_back, take_out
 from interlace.compiling.programs import Made, ProgramError, Programs, Source
 from interlace.config import Config, ConfigError
 from interlace.config.schedule import Schedule, fill, for_stage, items, needs_profile, pass_name, pipeline
-from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes
+from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes, physical_bytes
 from interlace.dist.mesh import STAGES
 
 # Meta lines that stages of unlike ranks have from the first of them that is made.
@@ -124,7 +124,7 @@ class Planner:
         at = next((i for i, text in enumerate(passes) if pass_name(text) in ("borders", "pipeline")), None)
         if at is None or ",at=auto" not in passes[at]:
             return
-        room = f",limit={self.config.memory_limit_bytes or 'none'}" if ",deal=auto" in passes[at] else ""
+        room = f",limit={self._room_of_rank()}" if ",deal=auto" in passes[at] else ""
         asked = passes[at].replace(",at=auto", ",at=auto,cluster={cluster}" + room)
         entries = ([p for p in entry if pass_name(p) == "recompute"] for _, entry in self.config.schedule)
         before = items(pipeline(",".join(passes[:at]), next(filter(None, entries), [])))
@@ -146,6 +146,15 @@ class Planner:
             return text.replace(",gathers=auto", f",gathers={gathers}")
 
         self.standard = ",".join(said(text) for text in passes)
+
+    def _room_of_rank(self) -> int | str:
+        """Bytes that an order of a pipeline's runs may take: of CPUs without a memory_limit a rank's part of the host's memory. "none": what
+        the accelerator has."""
+        if self.config.memory_limit_bytes is not None:
+            return self.config.memory_limit_bytes
+        if self.programs.peers.device.type != "cpu":
+            return "none"
+        return physical_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
 
     def settle_cuts(self, captured: str, given: str | None) -> str:
         """Decides once how tensor parallelism cuts the parameters, for all programs of the run, whose states are the same: as `given` (lines

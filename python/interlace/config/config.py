@@ -79,8 +79,8 @@ class Config:
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
     stages           with axis pp, whose ranks run one stage each of a pipeline: "auto" cuts the model into stages that take the same time,
                      or the parameters or modules that the second stage and the following ones begin with, joined by +
-    stage_order      what a stage runs when: "auto", the fastest by the times of the stages that takes no more memory than 1f1b or, where an
-                     accelerator or memory_limit says how much there is, fits into it, or
+    stage_order      what a stage runs when: "auto", the fastest by the times of the stages that fits into memory_limit, an accelerator's
+                     memory or a rank's part of the host's (or takes no more than 1f1b), or
                      "1f1b", "gpipe", "interleaved" (several stages a rank), "zero_bubble", "v" (two, there and back: zero bubble, too)
     stage_chunks     stages of each rank along axis pp, dealt in turns
     accumulation     micro-batches of an optimizer step
