@@ -3,19 +3,26 @@
 python bench/defaults.py --mbit 500 --accumulation 4            # root: network namespaces shaped with tc
 python bench/defaults.py --only default,shard-reduce_last,ddp --accumulation 4 --rounds 3 --json out.json
 python bench/defaults.py --rows                                 # all rows of the table in bench/README.md: hours
+python bench/defaults.py --rows --predict                       # the same rows by the simulator alone: 10 minutes
 
 As bench/peers.py: the processes of all methods stay alive and take turns, ratios are taken within a round. Every method of ours has trained
 until its schedule was settled. A row is good when the default's step is within 2 % of the best explicit setting's (medians over rounds).
+With --predict all settings of a row are simulated on one description of the machine (`local-N`, a core and the wire's rate for each rank),
+in which there is no noise: what is compared is what the search decides.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
+import re
 import sys
+import tempfile
 from typing import Any
 
+from cases import causal_loss, causal_model, token_batch
 from common import machine, quartiles, write_json
 from default_methods import DEFAULTS, explicit
 from network import on_network
@@ -78,7 +85,58 @@ class Defaults(Bench):
         return {"title": "defaults", "settings": settings, "methods": self.figures(), "machine": machine()}
 
 
+def cluster(ranks: int, mbit: float | None) -> str:
+    """`local-N` with a core for each rank and, where the network is shaped, goodput as it is measured there."""
+    from interlace import _core
+
+    text = re.sub(r"\bcores = \d+", f"cores = {ranks}", _core.preset_cluster(f"local-{ranks}"))
+    goodput = 0.95 * (mbit or 0) / 8e3
+    return text if mbit is None else re.sub(r"(\n\[int(?:ra|er)\][^\[]*?gb_per_s = )[\d.]+", rf"\g<1>{goodput:.6f}", text)
+
+
+@functools.cache
+def captured(size: str) -> str:
+    from interlace.capture import capture
+
+    return str(capture(causal_model(MODELS[size]), causal_loss, token_batch(MODELS[size])).text)
+
+
+def predicted_ms(args: argparse.Namespace, written: dict[str, Any], machine: str, path: str) -> float:
+    """A step of what is written, as the search makes it from the same times that its step is simulated with."""
+    from interlace import Config, _core
+    from interlace.config.schedule import default_schedule, fill, pipeline
+
+    config = Config(accumulation=args.accumulation, **written)
+    schedule = default_schedule(config, args.ranks) if config.schedule == "auto" else config.schedule
+    values = {"cluster": path, "limit": "none", "profile": "none", "ranks": args.ranks}
+    passes = fill(schedule[-1][1] if schedule else (), values)
+    program = _core.Program.parse(captured(args.model_size), "captured")
+    program.run_passes(pipeline(",".join(fill([config.pipeline(args.ranks)], values)), passes), verify=False)
+    return float(_core.Simulation(program, machine).step_us) / 1e3
+
+
+def predict_row(args: argparse.Namespace) -> bool:
+    text = cluster(args.ranks, args.mbit)
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        found = {name: predicted_ms(args, written, text, file.name) for name, written in explicit(args.accumulation).items()}
+        default = predicted_ms(args, {}, text, file.name)
+    best = min(found, key=lambda name: found[name])
+    network = "loopback" if args.mbit is None else f"{args.mbit:g} Mbit/s"
+    print(
+        f"{args.model_size}, {args.ranks} ranks, {network}, accumulation {args.accumulation}: default {default:.0f} ms, "
+        f"best {best} {found[best]:.0f} ms, ratio {default / found[best]:.3f}", flush=True,
+    )  # fmt: skip
+    if args.json:
+        settings = {k: v for k, v in vars(args).items() if k not in ("json", "logs", "all_rows")}
+        write_json(args.json, {"title": "defaults, predicted", "settings": settings, "default_ms": default, "ms": found})
+    return default <= WITHIN * found[best]
+
+
 def one_row(args: argparse.Namespace) -> bool:
+    if args.predict:
+        return predict_row(args)
     bench = Defaults(args)
     on_network(args, bench.run)
     good = bench.print()
@@ -98,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=2, help="steps of a method before the next has its turn")
     parser.add_argument("--rows", dest="all_rows", action="store_true", help="all rows of the table")
+    parser.add_argument("--predict", action="store_true", help="simulated, nothing is trained")
     parser.add_argument("--logs", help="a folder that keeps what every process printed")
     parser.add_argument("--json", metavar="FILE", help="add the figures to a list in this file")
     args = parser.parse_args()
