@@ -504,6 +504,7 @@ TEST(Profile, Errors) {
   EXPECT_NE(error("copy h2d bytes 1 us 1\ncopy h2d bytes 1 us 2").find("given twice"), std::string::npos);
   EXPECT_NE(error("core gathr ranks 2 bytes 1 us 1").find("did you mean 'gather'?"), std::string::npos);
   EXPECT_NE(error("finish reduce ranks 1 bytes 1 us 1").find("'ranks' must be at least 2"), std::string::npos);
+  EXPECT_EQ(error("collective reduce ranks 1+2 bytes 1 us 1"), "no error") << "one shard on two replicas";
   EXPECT_NE(error("issue us 1\nissue us 2").find("given twice"), std::string::npos);
   EXPECT_NE(error("interference [1, 2]").find("expected 28 factors, found 2"), std::string::npos);
   EXPECT_EQ(error("together compute 1 h2d 1"),

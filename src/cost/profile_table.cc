@@ -69,9 +69,10 @@ class ProfileReader {
     INTERLACE_ASSIGN(std::string ranks, Ranks());
     return Point(sweeps[{kind, ranks}]);
   }
-  // "2", "2/4", "2+2/2", "2/2x2"
+  // "2", "2/4", "2+2/2", "2/2x2"; "1+2" of shards that are whole
   Result<std::string> Ranks() {
-    INTERLACE_ASSIGN(const int64_t first, Count("ranks", 2));
+    INTERLACE_ASSIGN(const int64_t first, Count("ranks", 1));
+    if (first == 1 && in_.Peek() != '+') return in_.ErrorHere("'ranks' must be at least 2");
     std::string word = std::to_string(first);
     while (in_.Peek() == '/' || in_.Peek() == '+' || in_.Peek() == 'x') {
       word += in_.Peek();

@@ -1,5 +1,6 @@
 // Axes of the mesh: the ranks along some, this rank among them, and along which what a unit holds differs.
 #include <algorithm>
+#include <charconv>
 #include <set>
 
 #include "ir/op_table.h"
@@ -102,6 +103,11 @@ std::map<std::string, int64_t> Program::MessageAxes() const {
       int64_t& channels = found[std::string(AxisOf(*this, op(id)))];
       channels = std::max(channels, ChannelOf(op(id)) + 1);
     }
+  }
+  if (const std::string* text = Meta(kStagesChannels); text != nullptr && stage) {
+    int64_t channels = 0;
+    std::from_chars(text->data(), text->data() + text->size(), channels);
+    if (const auto of = found.find(stage->axis); of != found.end()) of->second = std::max(of->second, channels);
   }
   std::erase_if(found, [&](const auto& entry) { return AxisSize(entry.first) < 2; });
   return found;

@@ -48,6 +48,8 @@ std::string_view AxisOf(const Program& program, const Op& op);
 inline constexpr std::string_view kChannel = "channel";
 inline constexpr int64_t kMostChannels = 64;
 int64_t ChannelOf(const Op& op);
+// Meta line: how many channels the stages of a pipeline have between them, of which one stage may use few.
+inline constexpr std::string_view kStagesChannels = "stages.channels";
 // The axis of a transfer of activations along which no unit is sharded or copied, "tp": such transfers are shown apart.
 std::string_view ActivationAxisOf(const Program& program, const Op& op);
 std::string_view LaneName(Lane lane);

@@ -40,10 +40,12 @@ struct HostStep {
 class HostSteps {
  public:
   explicit HostSteps(const Program& program) : program_(program) {
+    std::map<const Phase*, int64_t> runs;
     for (const auto& [phase, count] : program.RunOrder()) {
       phases_.push_back(phase);
-      repeated_.push_back(count > 1);
+      runs[phase] += count;
     }
+    for (const Phase* phase : phases_) repeated_.push_back(runs[phase] > 1);  // of a pipeline's stage in several places
     for (const State& state : program.states) states_[state.value] = &state;
     ReadUses();
     for (HostStep& c : candidates_) c.why_not = WhyNot(c);

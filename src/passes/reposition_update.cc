@@ -270,10 +270,14 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
         "the program has no optimizer step; run shard, replicate or zero1, and update, before reposition_update");
   }
   if (!PendingOps(program).empty()) return false;
+  int64_t runs = 0;  // of the phase that would make the steps that wait
+  for (const auto& [phase, count] : order) runs += phase == order[0].first ? count : 0;
+  if (runs > 1 && program.stage)
+    return MakeError("stage ", program.stage->index, " of a pipeline runs its first phase ", runs,
+                     " times in a step; overlap_update makes its optimizer steps beside the last backward part");
+  if (runs > 1) return MakeError("the first micro-batch is no phase of its own; run accumulate");
   for (const auto& [phase, count] : order) {
     if (phase == update) continue;
-    if (count != 1 && phase == order[0].first)
-      return MakeError("the first micro-batch is no phase of its own; run accumulate");
     const bool overlapped =
         std::any_of(phase->ops.begin(), phase->ops.end(), [&](OpId id) { return IsUpdate(program.op(id)); });
     if (overlapped) {

@@ -1,9 +1,9 @@
-"""Random settings of whole trainings: mesh, strategy, order, passes, tiers, optimizer, evaluation and a checkpoint that another setting goes on
-from, each held against plain PyTorch in one process.
+"""Random settings of whole trainings: mesh, strategy, order, passes, tiers, optimizer, evaluation and a checkpoint that another setting
+goes on from, each held against plain PyTorch in one process.
 
     python tests/python/random_settings.py [--seeds 0:40] [--ranks 4] [--show]
 
-What is drawn must train with the numbers of one process (float64, 1e-9) or be refused when it is compiled; a refusal is printed, for somebody
+What is drawn must train with the numbers of one process (float64, 1e-7) or be refused when it is compiled; a refusal is printed, for somebody
 to judge. Nothing here knows which settings go together.
 """
 
@@ -29,7 +29,8 @@ import torch.distributed as dist
 import interlace
 from interlace.errors import InterlaceError
 
-STEPS, BOUND = 14, 1e-9
+STEPS = 14
+BOUND = 1e-7  # Adam makes much of gradients near zero, of which thirds of a mean are rounded
 MESHES: dict[int, list[Any]] = {
     1: [None],
     2: [None, {"tp": 2}, {"pp": 2}, {"replica": 2, "dp": 1}],
@@ -85,84 +86,82 @@ def frozen(model: Any) -> Any:
     return next(p for n, p in model.named_parameters() if "norm" in n or "ln_" in n)
 
 
-def expected(setting: dict[str, Any], places: int) -> parity.Run:
-    """Plain PyTorch on the batches of so many data ranks, one after the other."""
-    name, config, between = setting["model"], setting["config"], setting["between"]
-    model = tensor_models.build(name)
+def whole_batch(setting: dict[str, Any], size: int, step: int) -> dict[str, torch.Tensor]:
+    """Of all data ranks: rows that any number of them divides."""
+    rows = (12 if size == 3 else 4) * setting["config"]["accumulation"]
+    return tensor_models.batch_of(step, 0, rows, setting["model"])
+
+
+def expected(setting: dict[str, Any], size: int) -> parity.Run:
+    """Plain PyTorch on the whole batches."""
+    config, between = setting["config"], setting["between"]
+    model = tensor_models.build(setting["model"])
     optimizer = parity.make_optimizer(setting["kind"], model)
     losses = []
     for step in range(STEPS):
         if step == between.get("freeze"):
             frozen(model).requires_grad_(False)
-        total, accumulation = 0.0, config["accumulation"]
-        for place in range(places):
-            batch = tensor_models.batch_of(step, place, tensor_models.ROWS * accumulation, name)
-            for part in parity.pieces(batch, accumulation):
-                loss = tensor_models.loss_of(model, part) / (accumulation * places)
-                loss.backward()
-                total += loss.item()
+        loss = tensor_models.loss_of(model, whole_batch(setting, size, step))
+        loss.backward()
+        losses.append(loss.item())
         if config["clip_norm"] is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config["clip_norm"])
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total)
     return losses, dict(model.state_dict())
 
 
 class Ours:
-    """A trainer of a setting, with the model and the optimizer that it was made from."""
+    """A trainer of a setting, with the model that it was made from."""
 
-    def __init__(self, setting: dict[str, Any], config: dict[str, Any]) -> None:
-        self.name = setting["model"]
-        self.model = tensor_models.build(self.name)
+    def __init__(self, setting: dict[str, Any], size: int, config: dict[str, Any]) -> None:
+        self.setting, self.size = setting, size
+        self.model = tensor_models.build(setting["model"])
         if "tp" in (config.get("mesh") or {}):
-            config = {"tensor": tensor_models.plan_of(self.name, self.model), **config}
-        settings = interlace.Config(**{"timeout_s": 60, "cache": ranks.CACHE, "schedule": [], "profile": "off", **config})
-        self.place, self.places = settings.data_place(*parity.rank_and_size())
-        self.rows = tensor_models.ROWS * settings.accumulation
+            config = {"tensor": tensor_models.plan_of(setting["model"], self.model), **config}
+        self.config = interlace.Config(**{"timeout_s": 60, "cache": ranks.CACHE, "schedule": [], "profile": "off", **config})
         optimizer = parity.make_optimizer(setting["kind"], self.model)
-        example = tensor_models.batch_of(0, self.place, self.rows, self.name)
-        self.trainer = interlace.compile(self.model, optimizer, tensor_models.loss_of, example, settings)
+        self.trainer = interlace.compile(self.model, optimizer, tensor_models.loss_of, self.batch(0), self.config)
 
-    def step(self, step: int) -> float:
-        return float(self.trainer.step(tensor_models.batch_of(step, self.trainer.data_rank, self.rows, self.name)))
+    def batch(self, step: int) -> Any:
+        return self.config.deal(whole_batch(self.setting, self.size, step), *parity.rank_and_size())
 
 
-def ours(setting: dict[str, Any], folder: str) -> tuple[parity.Run, int]:
-    """Losses of this rank and the weights in the end, and how many data ranks there are."""
+def ours(setting: dict[str, Any], size: int, folder: str) -> parity.Run:
+    """Mean losses and the weights in the end."""
     config, between = setting["config"], setting["between"]
-    run = Ours(setting, config)
-    losses, places = [], run.places
+    run = Ours(setting, size, config)
+    losses = []
     for step in range(STEPS):
         if step == between.get("evaluate"):
-            run.trainer.evaluate(tensor_models.batch_of(100, run.place, tensor_models.ROWS, run.name))
+            run.trainer.evaluate(run.batch(100))
         if step == between.get("freeze"):
             frozen(run.model).requires_grad_(False)
         if step == between.get("save"):
             run.trainer.save(folder)
             run.trainer.close()
             other = {k: v for k, v in config.items() if k in ("accumulation", "clip_norm", "mesh")}
-            run = Ours(setting, other | {"strategy": "shard"})
-            if "freeze" in between and step > between["freeze"]:
+            run = Ours(setting, size, other | {"strategy": "shard"})
+            if step > between.get("freeze", STEPS):
                 frozen(run.model).requires_grad_(False)
             run.trainer.load(folder)
-        losses.append(parity.mean_over_ranks(torch.tensor(run.step(step), dtype=torch.float64)))
+        losses.append(parity.mean_over_ranks(run.trainer.step(run.batch(step))))
     with run.trainer as trainer:
-        return (losses, dict(trainer.state_dict(all_ranks=True))), places
+        return losses, dict(trainer.state_dict(all_ranks=True))
 
 
 def tried(seed: int, size: int, folder: str) -> str:
     """ "" where the numbers are those of one process, else what came of it, the refusals with "refused: " in front."""
     setting = drawn(seed, size)
     try:
-        got, places = ours(setting, folder)
+        got = ours(setting, size, folder)
     except InterlaceError as e:
         return f"refused: {e}"
     except Exception:
         return traceback.format_exc()
     if dist.is_initialized() and dist.get_rank() > 0:
         return ""
-    distance = parity.distance(got, expected(setting, places))
+    distance = parity.distance(got, expected(setting, size))
     return "" if distance.within(BOUND) else f"far: {distance}"
 
 

@@ -160,3 +160,26 @@ def test_a_parameter_that_joins_a_group_late_is_refused() -> None:
         match=r"'lm_head\.weight' becomes trainable after its optimizer group 0 has made 1 steps",
     ):
         trainer.step(zoo.tokens(2, 0))
+
+
+def test_a_checkpoint_with_a_frozen_parameter(tmp_path: Path) -> None:
+    """Loaded into a trainer whose model freezes it now, though its program still trains it; and refused where it is to train."""
+
+    def trainer_of(model: nn.Module) -> interlace.Trainer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return interlace.compile(model, optimizer, zoo.causal_loss, zoo.tokens(2, 0), interlace.Config(timeout_s=60))
+
+    model = zoo.build("llama", torch.float64)
+    with trainer_of(model) as trainer:
+        trainer.step(zoo.tokens(2, 0))
+        model.lm_head.requires_grad_(False)
+        trainer.step(zoo.tokens(2, 1))
+        trainer.save(tmp_path / "kept")
+        expected = [trainer.step(zoo.tokens(2, step)).item() for step in range(2, 5)]
+    other = zoo.build("llama", torch.float64, seed=1)
+    with trainer_of(other) as trainer:
+        with pytest.raises(interlace.InterlaceError, match="was frozen when it was saved"):
+            trainer.load(tmp_path / "kept")
+        other.lm_head.requires_grad_(False)
+        trainer.load(tmp_path / "kept")
+        assert [trainer.step(zoo.tokens(2, step)).item() for step in range(2, 5)] == expected

@@ -113,9 +113,16 @@ class Loading:
             raise DamageError(f"{checkpoint.folder}: the optimizer's numbers cannot be read ({type(e).__name__}: {e}); was it edited?") from e
         wanted = {}
         roles = self._run.roles()
+        frozen = self._frozen_now()
         for role, p in ((role, p) for role in roles for p in self._run.states.everything if role in p.roles):
-            if p.group is not None and steps[p.group] > 0:
-                wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape_of(role))
+            if p.group is None or steps[p.group] == 0 or p.name in frozen:
+                continue
+            if f"{role}.{p.name}" not in moments and p.name in weights:
+                raise CheckpointError(
+                    f"{checkpoint.folder} has no '{role}.{p.name}': '{p.name}' was frozen when it was saved, and trains now; freeze it "
+                    "before loading, or take the weights alone with trainer.load_weights"
+                )
+            wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape_of(role))
         check_shapes(moments, wanted)
         if record.get("seed") != self._run.config.seed and self._run.rank == 0:
             log.warning(
@@ -143,6 +150,12 @@ class Loading:
             self._run.compare_regions()
 
         return read
+
+    def _frozen_now(self) -> set[str]:
+        """Parameters of the optimizer that the next step will find frozen."""
+        groups = self._run.optimizer.param_groups
+        named = (zip(self._run.names_of_group(i), group["params"], strict=True) for i, group in enumerate(groups))
+        return {name for pairs in named for name, p in pairs if not p.requires_grad}
 
     def _restore_groups(self, saved: list[dict[str, Any]]) -> None:
         for group, values in zip(self._run.optimizer.param_groups, saved, strict=True):

@@ -245,6 +245,9 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   const Phase phase = *program.MicroBatchPhase();
   const stages::Flow flow(program, phase);
   const stages::Layout& layout = dealt.layout;
+  if (layout.Channels() > kMostChannels)
+    return MakeError("values that skip stages need ", layout.Channels(), " channels between two ranks, and there are ",
+                     kMostChannels, "; give each rank fewer stages than ", chunks);
   std::string text;
   for (const stages::Border& border : dealt.borders) text += (text.empty() ? "" : "+") + border.param;
   if (recut) INTERLACE_TRY(FollowRows(program, phase, flow, layout, *recut));
@@ -256,6 +259,8 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   }
   program.SetMeta("stages", text);
   if (again) program.SetMeta("stages.gathers", "again");
+  if (layout.Channels() > layout.deal.chunks)
+    program.SetMeta(std::string(kStagesChannels), std::to_string(layout.Channels()));
   for (const Phase& part : program.phases) {
     for (OpId id : part.ops) {
       if (std::as_const(program).op(id).Attr(stages::kStage) == nullptr) continue;

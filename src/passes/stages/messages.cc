@@ -238,11 +238,34 @@ class Planner {
   Layout& layout_;
 };
 
+// Between two ranks what one stage sends to one other comes in the order it is sent in; the runs of other stages lie
+// between in any order. So these have a channel each: that of the sender's chunk, and more where the same stage sends to
+// several of a rank.
+void FindChannels(Layout& layout) {
+  for (const Message& m : layout.messages) {
+    if (layout.RankOf(m.from.stage) != layout.RankOf(m.to.stage)) layout.channels[{m.from.stage, m.to.stage}] = 0;
+  }
+  std::map<std::pair<int32_t, int32_t>, int64_t> next;  // by ranks
+  std::map<std::pair<int32_t, int32_t>, bool> taken;    // by the stage that sends and the rank that receives
+  for (auto& [stages, channel] : layout.channels) {
+    const auto [from, to] = stages;
+    const int32_t rank = layout.RankOf(to);
+    int64_t& more = next.try_emplace({layout.RankOf(from), rank}, layout.deal.chunks).first->second;
+    channel = taken.try_emplace({from, rank}, true).second ? layout.deal.ChunkOf(from) : more++;
+  }
+}
+
 }  // namespace
 
 bool Before(const Station& a, const Station& b) {
   if (a.turn != b.turn) return a.turn < b.turn;
   return a.turn == Turn::kForward ? a.stage < b.stage : a.stage > b.stage;
+}
+
+int64_t Layout::Channels() const {
+  int64_t last = 0;
+  for (const auto& [stages, channel] : channels) last = std::max(last, channel);
+  return last + 1;
 }
 
 bool Layout::IsForeign(ValueId root, int32_t rank) const {
@@ -264,6 +287,7 @@ Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<
   layout.deal = deal;
   layout.stage = std::move(stage);
   INTERLACE_TRY(Planner(program, flow, layout).Run(split));
+  FindChannels(layout);
   return layout;
 }
 

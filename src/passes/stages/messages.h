@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "base/result.h"
@@ -52,7 +53,9 @@ struct Layout {
   std::map<ValueId, std::vector<int64_t>> shared;  // by parameter that several ranks have and change: those, ascending
   std::map<int32_t, std::vector<GradPart>> gradients;  // of shared parameters, by index of the op `grad`
   std::vector<Message> messages;                       // in the order they are sent
+  std::map<std::pair<int32_t, int32_t>, int64_t> channels;  // by the stages that send and receive
   int32_t RankOf(int32_t of_stage) const { return deal.RankOf(of_stage); }
+  int64_t Channels() const;  // the largest and one
   // A parameter that changes, and that another rank has.
   bool IsForeign(ValueId root, int32_t rank) const;
   bool At(int32_t op, const Station& place) const { return stage[op] == place.stage && turn[op] == place.turn; }

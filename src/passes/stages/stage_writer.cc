@@ -145,10 +145,10 @@ class StageWriter {
     return op;
   }
   void Finish(OpKind kind, ValueId value) { Add(kind).args = {Arg::Of(value)}; }
-  // A channel for each chunk of the sender: between two ranks, forward and backward parts come in any order.
-  void Address(Op& op, ValueId root, int32_t stage, int64_t number, int32_t sender) {
+  void Address(Op& op, ValueId root, int32_t stage, int64_t number, const Message& message) {
     op.SetAttr("axis", Arg::Word(axis_));
-    if (const int32_t chunk = layout_.deal.ChunkOf(sender); chunk > 0) op.SetAttr("channel", Arg::Int(Dim(chunk)));
+    const int64_t channel = layout_.channels.at({message.from.stage, message.to.stage});
+    if (channel > 0) op.SetAttr("channel", Arg::Int(Dim(channel)));
     op.SetAttr("peer", Arg::Int(exchange_.Peer(program_.dims, stage, number)));
     op.SetAttr("message", Arg::String(exchange_.NameOr(root, Name(root))));
   }
@@ -159,7 +159,7 @@ class StageWriter {
     const int64_t parts = exchange_.PartsFrom(message.root, from);
     for (int64_t number = 0; number < exchange_.Count(from); ++number) {
       Op& op = Add(OpKind::kRecvStart);
-      Address(op, message.root, from, number, from);
+      Address(op, message.root, from, number, message);
       const Type type = rows ? exchange_.PieceOf(message.root, exchange_.Pieces(from)) : Stored(message.root);
       arriving_[message.root].push_back(program_.AddResult(op, parts > 1 ? Exchange::Flat(type, parts) : type));
     }
@@ -257,7 +257,7 @@ class StageWriter {
         }
         Op& op = Add(OpKind::kSendStart);
         op.args = {Arg::Of(part)};
-        Address(op, message.root, message.to.stage, number, message.from.stage);
+        Address(op, message.root, message.to.stage, number, message);
         sent_.push_back({&message, number, program_.AddResult(op, Token()), copied});
       }
     }
