@@ -135,14 +135,14 @@ def test_other_models(name: str) -> None:
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
-def evaluated(mesh: dict[str, Any] | None) -> list[float]:
+def evaluated(mesh: dict[str, Any] | None, name: str = "gpt2") -> list[float]:
     found = []
-    with compiled("gpt2", mesh=mesh, accumulation=2) as trainer:
+    with compiled(name, mesh=mesh, accumulation=2) as trainer:
         whole = settings_of(mesh=mesh)  # of one micro-batch
         for step in range(2):
-            batch = whole.deal(tensor_models.batch_of(100, 0, ROWS), *parity.rank_and_size())
+            batch = whole.deal(tensor_models.batch_of(100, 0, ROWS, name), *parity.rank_and_size())
             found.append(parity.mean_over_ranks(trainer.evaluate(batch)["loss"]))
-            trainer.step(dealt("gpt2", step, trainer.config))
+            trainer.step(dealt(name, step, trainer.config))
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 import ranks
 from safetensors.torch import load_file
 from test_trainer_bits import digest
-from test_unlike_stages import compiled, distances, resumed
+from test_unlike_stages import compiled, distances, evaluated, resumed
 
 from interlace.checkpoint.contents import MODEL, OPTIMIZER
 from interlace.errors import InterlaceError
@@ -38,6 +38,12 @@ FOUR: list[dict[str, Any]] = [
 def test_rows_and_products_cut_unlike() -> None:
     for config, distance in zip(FOUR, ranks.run(distances, 4, "llama", FOUR, timeout_s=300)[0], strict=True):
         assert distance.within(1e-9), f"{config}: {distance}"
+
+
+def test_evaluate() -> None:
+    one = ranks.run(evaluated, 1, None, "llama")[0]
+    for tp in ((2, 1), (1, 2)):
+        assert ranks.run(evaluated, 3, {"pp": 2, "dp": 1, "tp": tp}, "llama")[0] == pytest.approx(one, rel=1e-9)
 
 
 @pytest.mark.soak

@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
 # What decides units and states; the others say when things move in a step.
 MANY_WAYS = 8  # programs for the ways of batches of one shape
-STRUCTURE = ("canonicalize", "mesh", "tensor", "precision", "pipeline", "shard", "replicate", "zero1", "update")
+STRUCTURE = ("canonicalize", "mesh", "borders", "tensor", "precision", "pipeline", "shard", "replicate", "zero1", "update")
 
 
 @contextlib.contextmanager
