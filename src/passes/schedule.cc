@@ -1,7 +1,6 @@
 #include "passes/schedule.h"
 
 #include <algorithm>
-#include <charconv>
 #include <map>
 #include <set>
 
@@ -129,12 +128,9 @@ std::string PrintBuckets(const std::vector<Schedule::Bucket>& buckets) {
 }
 
 Result<int32_t> Number(std::string_view text, const std::string& where) {
-  int32_t number = -1;
-  auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (code != std::errc() || end != text.data() + text.size() || number < 0) {
-    return MakeError(where, ": expected a whole number, found '", text, "'");
-  }
-  return number;
+  const std::optional<int32_t> number = ParseNumber<int32_t>(text);
+  if (!number || *number < 0) return MakeError(where, ": expected a whole number, found '", text, "'");
+  return *number;
 }
 
 Result<std::vector<Schedule::Bucket>> ReadBuckets(const Program& program, const PassOptions& options,
