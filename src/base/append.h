@@ -1,6 +1,7 @@
 // append.h — text built piece by piece: texts, characters and whole numbers behind one another in one call.
 //
 //   Append(out, "unit u", unit.id, " numel ", unit.numel);
+//   const std::string name = Joined("%", id, ": ", type);
 #pragma once
 
 #include <charconv>
@@ -28,6 +29,14 @@ void AppendPart(std::string& out, Flag) = delete;  // it would be a character
 template <typename... Parts>
 void Append(std::string& out, const Parts&... parts) {
   (AppendPart(out, parts), ...);
+}
+
+// The parts behind one another, for messages and names.
+template <typename... Parts>
+std::string Joined(const Parts&... parts) {
+  std::string out;
+  Append(out, parts...);
+  return out;
 }
 
 }  // namespace interlace

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/append.h"
 #include "base/scan.h"
 #include "ir/op_table.h"
 #include "ir/pending.h"
@@ -91,9 +92,7 @@ std::string Updates(const Program& program, bool overlaps) {
     }
   }
   if (pending == 0) return overlaps ? "of each unit when its gradient is complete" : "after the last micro-batch";
-  const std::string of = pending == updates
-                             ? "of each unit"
-                             : "of " + std::to_string(pending) + " of " + std::to_string(updates) + " units";
+  const std::string of = pending == updates ? "of each unit" : Joined("of ", pending, " of ", updates, " units");
   return of + " in the next step, before its first use";
 }
 
@@ -107,8 +106,7 @@ std::string Calls(const std::vector<Schedule::Bucket>& buckets, const char* at_o
     most = std::max(most, bucket.ahead);
   }
   const auto show = [&](int32_t n) { return n < Schedule::kAtOnce ? std::to_string(n) : std::string(at_once); };
-  return std::to_string(buckets.size()) + " calls of " + std::to_string(units) + " units, " + show(least) +
-         (most > least ? " to " + show(most) : "");
+  return Joined(buckets.size(), " calls of ", units, " units, ", show(least), most > least ? " to " + show(most) : "");
 }
 
 std::string DecisionsText(const Program& program, const Row& chosen) {
@@ -128,8 +126,7 @@ std::string DecisionsText(const Program& program, const Row& chosen) {
     if (!PendingOps(program).empty()) line("optimizer step", Updates(program, overlaps));
     return text;
   }
-  line("kept gathered",
-       std::to_string(schedule->keep.size()) + " of " + std::to_string(program.units.size()) + " units");
+  line("kept gathered", Joined(schedule->keep.size(), " of ", program.units.size(), " units"));
   for (auto [title, list] :
        {std::pair{"gathers of forward", &schedule->forward}, std::pair{"gathers of backward", &schedule->backward}}) {
     if (!list->empty()) line(title, Calls(*list, "as early as possible") + " steps ahead");
