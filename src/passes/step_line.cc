@@ -158,11 +158,10 @@ bool BeginGradients(Program& program) {
     });
     for (const auto& [at, root] : begins) {
       const Type type = program.value(root).type;
-      Op& begin = program.AddOp(OpKind::kGradBegin);
+      Op& begin = AddLike(program, program.op(phase.ops[at]), OpKind::kGradBegin);
       for (const State& state : program.states) {
         if (state.value == root) begin.units = {state.unit};
       }
-      CopyTags(program.op(phase.ops[at]), begin);
       program.AddPlaced(begin, type, root, Dim(0));
       editor.Before(at, begin.id);
       any = true;
@@ -217,9 +216,8 @@ bool FreeGradients(Program& program) {
     } else {
       if (!(program.value(state.value).type == FlatType(program.value(state.value).type.dtype, unit.numel)))
         return false;
-      Op& begin = program.AddOp(OpKind::kGradBegin);
+      Op& begin = AddLike(program, program.op(f.phase->ops[f.first]), OpKind::kGradBegin);
       begin.units = {state.unit};
-      CopyTags(program.op(f.phase->ops[f.first]), begin);
       f.whole = program.AddResult(begin, program.value(state.value).type);
       editors.try_emplace(f.phase, program, *f.phase).first->second.Before(static_cast<int32_t>(f.first), begin.id);
     }
