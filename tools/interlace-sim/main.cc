@@ -119,10 +119,7 @@ Status Show(const std::string& text) {
 }
 
 Status RunSet(const Flags& flags, const SimulateOptions& options) {
-  INTERLACE_ASSIGN(const std::string text, ReadFile(flags.set));
-  const std::string folder = flags.set.substr(0, flags.set.rfind('/') + 1);  // empty when it has none
-  INTERLACE_ASSIGN(const ProgramSet set,
-                   ParseProgramSet(text, flags.set, [&](const std::string& file) { return ReadFile(folder + file); }));
+  INTERLACE_ASSIGN(const ProgramSet set, ReadProgramSet(flags.set));
   INTERLACE_TRY(CheckProgramSet(set));
   INTERLACE_ASSIGN(const Machine machine, ReadMachine(flags));
   INTERLACE_ASSIGN(const SetSimulation s, SimulateSet(set, machine.cluster, machine.profile(),
