@@ -186,23 +186,21 @@ bool FreeGradients(Program& program) {
   }
   if (facts.empty()) return false;
   for (Phase& phase : program.phases) {
-    ForEachTouch(
-        program, phase, [](const Op&) { return false; },
-        [&](const Touch& touch) {
-          auto found = facts.find(touch.root);
-          if (found == facts.end()) return;
-          Facts& f = found->second;
-          if (f.phase != nullptr) {
-            f.free = f.free && f.phase == &phase;
-            return;
-          }
-          f.phase = &phase;
-          f.first = static_cast<size_t>(touch.at);
-          f.free = touch.how == Touch::How::kMakes;  // a read first: it holds something from before
-          const OpKind kind = program.op(phase.ops[touch.at]).kind;
-          const bool fills = f.free && (kind == OpKind::kReduceStart || kind == OpKind::kGradBegin);
-          if (fills && FillsRoot(program, program.value(touch.value))) f.whole = touch.value;
-        });
+    ForEachTouch(program, phase, [&](const Touch& touch) {
+      auto found = facts.find(touch.root);
+      if (found == facts.end()) return;
+      Facts& f = found->second;
+      if (f.phase != nullptr) {
+        f.free = f.free && f.phase == &phase;
+        return;
+      }
+      f.phase = &phase;
+      f.first = static_cast<size_t>(touch.at);
+      f.free = touch.how == Touch::How::kMakes;  // a read first: it holds something from before
+      const OpKind kind = program.op(phase.ops[touch.at]).kind;
+      const bool fills = f.free && (kind == OpKind::kReduceStart || kind == OpKind::kGradBegin);
+      if (fills && FillsRoot(program, program.value(touch.value))) f.whole = touch.value;
+    });
   }
   std::unordered_map<Phase*, PhaseEditor> editors;
   const auto count = std::erase_if(program.states, [&](const State& state) {
