@@ -19,9 +19,9 @@
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
 #include "ir/print_rule.h"
-#include "ir/rule_loop.h"
 #include "ir/program.h"
 #include "ir/residency.h"
+#include "ir/rule_loop.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "passes/explain.h"
@@ -273,9 +273,7 @@ py::dict SummaryDict(const ProgramSummary& summary) {
 
 py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<int64_t>>& workspaces, int limit,
                         bool receive_buffers) {
-  Binding ranks;  // any rank: all have the same sizes
-  for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
-  const Program bound = Take(Bind(program, ranks));
+  const Program bound = Take(Bind(program, FirstRank(program.mesh)));  // any rank: all have the same sizes
   MemoryPlanOptions options;
   options.workspace = workspaces;
   options.receive_buffers = receive_buffers;

@@ -98,9 +98,7 @@ py::dict FactsOf(const Program& program, const Op& op) {
 // The facts of every op of a program, by op id.
 py::dict PlanDict(const std::string& text) {
   Program program = Checked(Parse(text));
-  Binding ranks;
-  for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
-  program = Checked(Bind(program, ranks));
+  program = Checked(Bind(program, FirstRank(program.mesh)));
   py::dict ops;
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) ops[py::int_(id)] = FactsOf(program, program.op(id));

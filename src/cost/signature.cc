@@ -20,9 +20,7 @@ class Printer {
   }
   // Where a number depends on the rank (the first row of its part), that of rank 0 stands for all: it is as much work.
   void OfRankZero(Dim dim) {
-    Binding ranks;
-    for (const Axis& axis : program_.mesh) ranks["rank_" + axis.name] = 0;
-    const Result<int64_t> value = program_.dims.Evaluate(dim, ranks);
+    const Result<int64_t> value = program_.dims.Evaluate(dim, FirstRank(program_.mesh));
     bad_ = bad_ || !value.ok();
     Append(out_, value.ok() ? *value : 0);
   }

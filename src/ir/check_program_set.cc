@@ -61,8 +61,7 @@ class StageEvents {
   bool AlongTheStages(const Op& op) const {
     std::string axes(AxisOf(program_, op));
     if (TraitsOf(op).family == OpFamily::kUnit && !op.units.empty()) axes += "," + program_.units[op.units[0]].replicas;
-    const std::vector<std::string_view> list = AxesOf(axes);
-    return std::find(list.begin(), list.end(), axis_) != list.end();
+    return NamesAxis(axes, axis_);
   }
 
   Status Visit(const Op& op, int64_t micro_batch) {

@@ -282,9 +282,7 @@ class VariantWriter {
     if (from.placed || plan_.sums.count(old) > 0 || !Fresh(landing, from.root)) return Ok{};
     // A view of a gradient that has a storage of its own here. Which one, says where the first rank's lies: each rank's
     // part of a whole gradient, where a parameter that is cut has the same, lies in one.
-    Binding first;
-    for (const Axis& axis : program_.mesh) first["rank_" + axis.name] = 0;
-    const Result<int64_t> at = program_.dims.Evaluate(from.offset, first);
+    const Result<int64_t> at = program_.dims.Evaluate(from.offset, FirstRank(program_.mesh));
     for (ValueId id : landing->contributions) {
       const Value& whole = program_.value(id);
       int64_t bytes = DTypeBytes(from.type.dtype), whole_bytes = DTypeBytes(whole.type.dtype);

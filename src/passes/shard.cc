@@ -71,9 +71,7 @@ class Gathers {
       return;
     }
     if (IsWait(op)) return ReadUntil(op, index);
-    bool of_param = false;
-    ForEachOperand(op, [&](ValueId& id) { of_param = of_param || ParamOfStorage(id) >= 0; });
-    if (!of_param) return;
+    if (!AnyOperand(op, [&](ValueId id) { return ParamOfStorage(id) >= 0; })) return;
     if (IsPureView(program_, op) || op.Attr(kOnShard) != nullptr) {
       edit_.Remove(index);  // made again in each stretch, where it is used
       return;

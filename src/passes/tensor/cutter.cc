@@ -323,8 +323,7 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
 
 Status Cutter::Generic(OpId id) {
   const Op& op = Read(id);
-  std::vector<ValueId> operands;
-  ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
+  const std::vector<ValueId> operands = OperandValues(op);
   const bool as_it_was = static_cast<size_t>(id) < facts_.rules.size() && op.name == facts_.names[id];
   std::optional<Rule> anew;
   const Rule& rule = as_it_was ? facts_.rules[id]
@@ -372,8 +371,7 @@ Status Cutter::Generic(OpId id) {
 void Cutter::Carry(OpId id, const Rule& rule, const Way& way) {
   size_t i = 0;
   std::vector<ValueId> fitted;
-  std::vector<ValueId> operands;
-  ForEachOperand(Read(id), [&](ValueId v) { operands.push_back(v); });
+  const std::vector<ValueId> operands = OperandValues(Read(id));
   for (ValueId operand : operands) {
     const std::optional<DimCut> cut = CutIn(rule.operands[i++], way);
     if (cut) {

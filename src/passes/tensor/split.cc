@@ -58,8 +58,7 @@ class Copies {
   }
 
   bool Varies(const Op& op) const {
-    bool found = false;
-    ForEachOperand(op, [&](ValueId v) { found = found || varies_[v] || varies_[program_.RootOf(v)]; });
+    bool found = AnyOperand(op, [&](ValueId v) { return varies_[v] || varies_[program_.RootOf(v)]; });
     for (const Arg& arg : op.args) found = found || HasIndex(arg);
     for (ValueId result : op.results) found = found || (result != kNone && !program_.value(result).offset.is_const());
     return found;
