@@ -429,6 +429,13 @@ void ForEachOperand(const Op& op, F&& f);
 template <typename F>
 bool AnyOperand(const Op& op, F&& f);
 std::vector<ValueId> OperandValues(const Op& op);
+// Calls f(const Op&) for every op of every phase, in text order.
+template <typename F>
+void ForEachOp(const Program& program, F&& f) {
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) f(program.op(id));
+  }
+}
 // Replaces uses of `from` by `to` in the ops of a phase, its gives and `writes`.
 void ReplaceUses(Program& program, Phase& phase, ValueId from, ValueId to);
 

@@ -183,19 +183,16 @@ RuleLoopText LoopOf(const RuleForm& form, int states, DType dtype) {
 
 std::string RuleLoopsOf(const Program& program, bool on_host) {
   std::vector<RuleLoopText> loops;
-  for (const Phase& phase : program.phases) {
-    for (const OpId id : phase.ops) {
-      const Op& op = program.op(id);
-      if (op.kind != OpKind::kUpdateRule || (on_host && !StepsOnHost(op))) continue;
-      const DType dtype = program.value(op.args[0].value).type.dtype;
-      const std::vector<Arg>& ranges = op.Attr("ranges")->list;
-      for (size_t i = 2; i < ranges.size(); i += 3) {
-        const UpdateRule& rule = program.rules[program.groups[ranges[i].integer.value].rule];
-        const int states = static_cast<int>(rule.states.size());
-        for (const RuleForm& form : rule.forms) loops.push_back(LoopOf(form, states, dtype));
-      }
+  ForEachOp(program, [&](const Op& op) {
+    if (op.kind != OpKind::kUpdateRule || (on_host && !StepsOnHost(op))) return;
+    const DType dtype = program.value(op.args[0].value).type.dtype;
+    const std::vector<Arg>& ranges = op.Attr("ranges")->list;
+    for (size_t i = 2; i < ranges.size(); i += 3) {
+      const UpdateRule& rule = program.rules[program.groups[ranges[i].integer.value].rule];
+      const int states = static_cast<int>(rule.states.size());
+      for (const RuleForm& form : rule.forms) loops.push_back(LoopOf(form, states, dtype));
     }
-  }
+  });
   return loops.empty() ? "" : FileOf(loops);
 }
 

@@ -26,10 +26,8 @@ class Walk {
         report_.AtValue(state.value, "only a state that owns its storage can be 'out'");
       place_[state.value] = Place::kOut;
     }
-    for (const Phase& phase : program_.phases) {
-      for (OpId id : phase.ops) any = any || MoveOf(program_.op(id)) != nullptr;
-    }
-    if (!any && !AnyOnHost()) return;
+    ForEachOp(program_, [&](const Op& op) { any = any || MoveOf(op) != nullptr || StepsOnHost(op); });
+    if (!any) return;
     const Phase* last = nullptr;
     for (const auto& [phase, count] : program_.RunOrder()) {
       for (int64_t i = 0; i < std::min<int64_t>(count, 2); ++i) RunPhase(*phase);
@@ -50,15 +48,6 @@ class Walk {
   }
 
  private:
-  bool AnyOnHost() const {
-    for (const Phase& phase : program_.phases) {
-      for (OpId id : phase.ops) {
-        if (StepsOnHost(program_.op(id))) return true;
-      }
-    }
-    return false;
-  }
-
   Place PlaceOf(ValueId root) const {
     auto found = place_.find(root);
     return found == place_.end() ? Place::kIn : found->second;

@@ -84,13 +84,11 @@ std::string Line(const std::string& name, const Row& row, const std::string& rem
 // How the optimizer steps stand.
 std::string Updates(const Program& program, bool overlaps) {
   int64_t pending = 0, updates = 0;
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops) {
-      if (!IsUpdate(program.op(id))) continue;
-      ++updates;
-      pending += IsPending(program.op(id)) ? 1 : 0;
-    }
-  }
+  ForEachOp(program, [&](const Op& op) {
+    if (!IsUpdate(op)) return;
+    ++updates;
+    pending += IsPending(op) ? 1 : 0;
+  });
   if (pending == 0) return overlaps ? "of each unit when its gradient is complete" : "after the last micro-batch";
   const std::string of = pending == updates ? "of each unit" : Joined("of ", pending, " of ", updates, " units");
   return of + " in the next step, before its first use";
