@@ -9,12 +9,6 @@
 namespace interlace {
 namespace {
 
-bool IsWordStart(char c) {
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
-}
-bool IsWordPart(char c) {
-  return IsWordStart(c) || (c >= '0' && c <= '9');
-}
 bool IsControl(char c) {
   return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
 }
@@ -42,6 +36,10 @@ std::string LineWithCaret(std::string_view line, size_t column) {
   out.append(caret, ' ');
   out += '^';
   return out;
+}
+
+bool IsWord(std::string_view text) {
+  return !text.empty() && IsWordStart(text[0]) && std::all_of(text.begin(), text.end(), IsWordPart);
 }
 
 std::vector<std::string_view> Split(std::string_view text, char separator) {

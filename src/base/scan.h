@@ -4,7 +4,9 @@
 // allocates beyond the strings it returns, so hostile input costs no more than its size.
 #pragma once
 
+#include <charconv>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,6 +23,21 @@ void AppendQuoted(std::string& out, std::string_view text);
 
 inline bool IsDigit(char c) {
   return c >= '0' && c <= '9';
+}
+inline bool IsWordStart(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+}
+inline bool IsWordPart(char c) {
+  return IsWordStart(c) || IsDigit(c);
+}
+// Whether all of it is one word, [A-Za-z_][A-Za-z0-9_]*.
+bool IsWord(std::string_view text);
+// The number that all of the text is; none: it is another text, or the number does not fit.
+template <typename Number>
+std::optional<Number> ParseNumber(std::string_view text) {
+  Number number = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return problem == std::errc() && end == text.data() + text.size() ? std::optional(number) : std::nullopt;
 }
 // "a+b" at '+': "a", "b". An empty text is one empty part.
 std::vector<std::string_view> Split(std::string_view text, char separator);

@@ -19,9 +19,9 @@
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
 #include "ir/print_rule.h"
-#include "ir/rule_loop.h"
 #include "ir/program.h"
 #include "ir/residency.h"
+#include "ir/rule_loop.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "passes/explain.h"
@@ -98,11 +98,9 @@ py::list States(const Program& program) {
 
 py::list Buffers(const Program& program) {
   std::set<ValueId> changed;  // storages that the model writes
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops) {
-      for (ValueId written : WrittenOperands(program, program.op(id))) changed.insert(program.RootOf(written));
-    }
-  }
+  ForEachOp(program, [&](const Op& op) {
+    for (ValueId written : WrittenOperands(program, op)) changed.insert(program.RootOf(written));
+  });
   return ListOf(program.buffers, [&](const Buffer& buffer) {
     return ValueDict(program, buffer.value, "name"_a = buffer.name, "persistent"_a = buffer.persistent,
                      "changed"_a = changed.contains(buffer.value));
@@ -112,15 +110,12 @@ py::list Buffers(const Program& program) {
 // By name what a micro-batch gives.
 py::dict Outputs(const Program& program) {
   py::dict out;
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops) {
-      const Op& op = program.op(id);
-      if (op.kind != OpKind::kOutput || op.Attr("name") == nullptr) continue;
-      const Type& type = program.value(op.args[0].value).type;
-      out[py::str(op.Attr("name")->text)] =
-          py::dict("dtype"_a = std::string(DTypeName(type.dtype)), "shape"_a = DimList(program, type.sizes));
-    }
-  }
+  ForEachOp(program, [&](const Op& op) {
+    if (op.kind != OpKind::kOutput || op.Attr("name") == nullptr) return;
+    const Type& type = program.value(op.args[0].value).type;
+    out[py::str(op.Attr("name")->text)] =
+        py::dict("dtype"_a = std::string(DTypeName(type.dtype)), "shape"_a = DimList(program, type.sizes));
+  });
   return out;
 }
 
@@ -195,11 +190,9 @@ py::dict BodyValue(const Program& body, ValueId id) {
 // Regions: key, text, how often they are called, and the body as data.
 py::list Funcs(const Program& program) {
   std::vector<int64_t> calls(program.funcs.size(), 0);
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops) {
-      if (const int32_t func = FuncOf(program, program.op(id)); func != kNone) ++calls[func];
-    }
-  }
+  ForEachOp(program, [&](const Op& op) {
+    if (const int32_t func = FuncOf(program, op); func != kNone) ++calls[func];
+  });
   py::list out;
   for (size_t i = 0; i < program.funcs.size(); ++i) {
     const Func& func = program.funcs[i];
@@ -273,9 +266,7 @@ py::dict SummaryDict(const ProgramSummary& summary) {
 
 py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<int64_t>>& workspaces, int limit,
                         bool receive_buffers) {
-  Binding ranks;  // any rank: all have the same sizes
-  for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
-  const Program bound = Take(Bind(program, ranks));
+  const Program bound = Take(Bind(program, FirstRank(program.mesh)));  // any rank: all have the same sizes
   MemoryPlanOptions options;
   options.workspace = workspaces;
   options.receive_buffers = receive_buffers;

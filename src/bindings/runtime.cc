@@ -76,9 +76,9 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
     static const std::vector<std::string_view> known = {
-        "rng",   "seed",           "debug",         "skip_nonfinite", "trace_memory", "opaque", "tier",
-        "arena", "tier_bandwidth", "captured_here", "regions",        "region_keys",  "say",    "cubins",
-        "graph", "device_graphs"};
+        "rng",  "seed",   "debug",          "skip_nonfinite", "trace_memory", "opaque",
+        "tier", "arena",  "tier_bandwidth", "captured_here",  "regions",      "region_keys",
+        "say",  "cubins", "graph",          "device_graphs"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -229,7 +229,6 @@ auto WithoutLock(F&& f) {
 }
 
 }  // namespace
-
 }  // namespace interlace
 
 PYBIND11_MODULE(_runtime, m) {

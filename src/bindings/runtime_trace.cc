@@ -98,9 +98,7 @@ py::dict FactsOf(const Program& program, const Op& op) {
 // The facts of every op of a program, by op id.
 py::dict PlanDict(const std::string& text) {
   Program program = Checked(Parse(text));
-  Binding ranks;
-  for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
-  program = Checked(Bind(program, ranks));
+  program = Checked(Bind(program, FirstRank(program.mesh)));
   py::dict ops;
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) ops[py::int_(id)] = FactsOf(program, program.op(id));
@@ -114,15 +112,12 @@ py::dict Estimates(const std::string& text, const std::string& profile, const st
   const ProfileTable table = Checked(ParseProfile(profile, "profile"));
   CostModel model = Checked(CostModel::Create(program, Checked(LoadCluster(cluster, cluster)), &table));
   py::dict found;
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops) {
-      const OpCost cost = Checked(model.Cost(program.op(id)));
-      if (cost.source != OpCost::Source::kEstimated || cost.resource != Resource::kCompute) continue;
-      std::string key;
-      if (!AppendProfileKey(program, program.op(id), key).ok()) continue;
-      found[py::str(key)] = static_cast<double>(cost.work_ps) / 1e6;
-    }
-  }
+  ForEachOp(program, [&](const Op& op) {
+    const OpCost cost = Checked(model.Cost(op));
+    if (cost.source != OpCost::Source::kEstimated || cost.resource != Resource::kCompute) return;
+    std::string key;
+    if (AppendProfileKey(program, op, key).ok()) found[py::str(key)] = static_cast<double>(cost.work_ps) / 1e6;
+  });
   return found;
 }
 

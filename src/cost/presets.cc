@@ -1,6 +1,5 @@
 // The presets as cluster files. A number without its own comment is from the line above it that has one.
 #include <algorithm>
-#include <charconv>
 
 #include "base/check.h"
 #include "base/scan.h"
@@ -387,15 +386,10 @@ Result<std::string> PresetCluster(std::string_view whole) {
   }
   std::string_view base = name;
   int64_t count = 0;
-  size_t dash = name.rfind('-');
-  if (dash != std::string_view::npos) {
-    const char* end = name.data() + name.size();
-    auto [stop, error] = std::from_chars(name.data() + dash + 1, end, count);
-    if (error == std::errc() && stop == end) {
-      base = name.substr(0, dash);
-    } else {
-      count = 0;
-    }
+  const size_t dash = name.rfind('-');
+  if (const auto number = ParseNumber<int64_t>(dash == std::string_view::npos ? "" : name.substr(dash + 1))) {
+    base = name.substr(0, dash);
+    count = *number;
   }
   for (const Preset& p : kPresets) {
     if (p.name != base) continue;

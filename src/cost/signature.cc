@@ -1,8 +1,8 @@
 #include "cost/signature.h"
 
 #include <algorithm>
-#include <charconv>
 
+#include "base/append.h"
 #include "ir/func.h"
 #include "ir/text.h"
 
@@ -14,27 +14,19 @@ class Printer {
   Printer(const Program& program, std::string& out) : program_(program), out_(out) {}
   bool bad() const { return bad_; }
 
-  void Number(int64_t value) {
-    char buffer[24];
-    auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, value);
-    out_.append(buffer, end);
-  }
   void Size(Dim dim) {
     if (!dim.is_const()) return OfRankZero(dim);
-    Number(dim.value);
+    Append(out_, dim.value);
   }
   // Where a number depends on the rank (the first row of its part), that of rank 0 stands for all: it is as much work.
   void OfRankZero(Dim dim) {
-    Binding ranks;
-    for (const Axis& axis : program_.mesh) ranks["rank_" + axis.name] = 0;
-    const Result<int64_t> value = program_.dims.Evaluate(dim, ranks);
+    const Result<int64_t> value = program_.dims.Evaluate(dim, FirstRank(program_.mesh));
     bad_ = bad_ || !value.ok();
-    Number(value.ok() ? *value : 0);
+    Append(out_, value.ok() ? *value : 0);
   }
   void TypeOf(ValueId id) {
     const Type& type = program_.value(id).type;
-    out_.append(DTypeName(type.dtype));
-    out_.push_back('[');
+    Append(out_, DTypeName(type.dtype), '[');
     int64_t expected = 1;
     bool contiguous = true;
     for (size_t i = type.sizes.size(); i-- > 0;) {
@@ -109,7 +101,7 @@ Status AppendSignature(const Program& program, const Op& op, std::string& out) {
   if (func == kNone) {
     out.append(op.name);
   } else {
-    out.append(kCallPrefix).append(program.funcs[func].key, 0, 16);
+    Append(out, kCallPrefix, std::string_view(program.funcs[func].key).substr(0, 16));
   }
   out.push_back('(');
   bool first = true;
@@ -119,13 +111,12 @@ Status AppendSignature(const Program& program, const Op& op, std::string& out) {
     p.Argument(arg);
   }
   if (const Arg* rule = op.Attr("rule"); op.kind == OpKind::kUpdateRule && rule != nullptr) {
-    out.append(",").append(rule->text);
+    Append(out, ',', rule->text);
   }
   for (const NamedArg& named : op.named) {
     if (!first) out.push_back(',');
     first = false;
-    out.append(named.name);
-    out.push_back('=');
+    Append(out, named.name, '=');
     p.Argument(named.arg);
   }
   out.append(")->");

@@ -18,13 +18,22 @@ std::vector<std::string_view> AxesOf(std::string_view axes) {
   return out;
 }
 
+bool NamesAxis(std::string_view axes, std::string_view axis) {
+  const std::vector<std::string_view> names = AxesOf(axes);
+  return std::find(names.begin(), names.end(), axis) != names.end();
+}
+
+Binding FirstRank(const std::vector<Axis>& mesh) {
+  Binding ranks;
+  for (const Axis& axis : mesh) ranks["rank_" + axis.name] = 0;
+  return ranks;
+}
+
 AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes) {
-  const std::vector<std::string_view> wanted = AxesOf(axes);
   AxisGroup group;
   bool within = false;
   for (size_t i = mesh.size(); i-- > 0;) {
-    const bool member = std::find(wanted.begin(), wanted.end(), mesh[i].name) != wanted.end();
-    if (member) group.size *= mesh[i].size, within = true;
+    if (NamesAxis(axes, mesh[i].name)) group.size *= mesh[i].size, within = true;
     if (!within) group.stride *= mesh[i].size;
   }
   if (!within) group.stride = 1;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/append.h"
 #include "base/scan.h"
 #include "ir/op_table.h"
 #include "ir/program_set.h"
@@ -60,8 +61,7 @@ class StageEvents {
   bool AlongTheStages(const Op& op) const {
     std::string axes(AxisOf(program_, op));
     if (TraitsOf(op).family == OpFamily::kUnit && !op.units.empty()) axes += "," + program_.units[op.units[0]].replicas;
-    const std::vector<std::string_view> list = AxesOf(axes);
-    return std::find(list.begin(), list.end(), axis_) != list.end();
+    return NamesAxis(axes, axis_);
   }
 
   Status Visit(const Op& op, int64_t micro_batch) {
@@ -197,9 +197,8 @@ class Check {
                      NameOf(s)};
       }
       if (mine.accumulation != first.accumulation || mine.width != first.width) {
-        return Error{"it runs " + std::to_string(mine.accumulation) + " micro-batches a step, " + NameOf(0) + " runs " +
-                         std::to_string(first.accumulation) + "; write 'step " + std::to_string(first.accumulation) +
-                         "'",
+        return Error{Joined("it runs ", mine.accumulation, " micro-batches a step, ", NameOf(0), " runs ",
+                            first.accumulation, "; write 'step ", first.accumulation, "'"),
                      NameOf(s)};
       }
     }
@@ -233,8 +232,7 @@ class Check {
   }
   Status Messages(int32_t from, int32_t to, const std::vector<OpId>& sent, const std::vector<OpId>& received) {
     for (size_t k = 0; k < std::max(sent.size(), received.size()); ++k) {
-      const std::string count =
-          std::to_string(sent.size()) + " sent and " + std::to_string(received.size()) + " received";
+      const std::string count = Joined(sent.size(), " sent and ", received.size(), " received");
       if (k >= received.size()) {
         return At(from, sent[k],
                   "message " + std::to_string(k + 1) + " to " + NameOf(to) + " is not received there (" + count +
@@ -355,10 +353,9 @@ class Check {
       do {
         const Event& event = event_of(next);
         const auto stage = static_cast<int32_t>(next), other = blocked_by(next, event);
-        what += "\n  " + NameOf(stage) + ", line " + std::to_string(LineOf(stage, event.op)) +
-                (event.micro_batch == kNone ? "" : ", micro-batch " + std::to_string(event.micro_batch)) +
-                ", waits for stage " + std::to_string(other) + ": " +
-                PrintOp(ProgramOf(stage), ProgramOf(stage).op(event.op));
+        what += Joined("\n  ", NameOf(stage), ", line ", std::to_string(LineOf(stage, event.op)),
+                       event.micro_batch == kNone ? "" : ", micro-batch " + std::to_string(event.micro_batch),
+                       ", waits for stage ", other, ": ", PrintOp(ProgramOf(stage), ProgramOf(stage).op(event.op)));
         next = static_cast<size_t>(other);
       } while (next != at);
       return Error{what, ""};

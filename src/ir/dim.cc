@@ -38,10 +38,6 @@ int64_t FloorModInt(int64_t a, int64_t b) {
   return r != 0 && (r < 0) != (b < 0) ? r + b : r;
 }
 
-bool IsWordStart(char c) {
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
-}
-
 }  // namespace
 
 // Operations that may fail: nullopt means overflow or an expression that is too long.

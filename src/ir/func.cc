@@ -1,9 +1,9 @@
 #include "ir/func.h"
 
-#include <charconv>
 #include <utility>
 
 #include "base/digest.h"
+#include "base/scan.h"
 #include "ir/text.h"
 
 namespace interlace {
@@ -11,10 +11,8 @@ namespace interlace {
 int32_t FuncOf(const Program& program, const Op& op) {
   if (op.kind != OpKind::kCall || !op.name.starts_with(kCallPrefix)) return kNone;
   const std::string_view name = std::string_view(op.name).substr(kCallPrefix.size());
-  int32_t index = kNone;
-  const auto [end, problem] = std::from_chars(name.data() + 1, name.data() + name.size(), index);
-  const bool is_number = problem == std::errc() && end == name.data() + name.size();
-  return is_number && index >= 0 && static_cast<size_t>(index) < program.funcs.size() ? index : kNone;
+  const int32_t index = name.empty() ? kNone : ParseNumber<int32_t>(name.substr(1)).value_or(kNone);
+  return index >= 0 && static_cast<size_t>(index) < program.funcs.size() ? index : kNone;
 }
 
 std::vector<ValueId> OperandsOf(const Func& func) {

@@ -30,11 +30,9 @@ class Analysis {
     }
     for (ValueId id : phase_.Incoming()) INTERLACE_TRY(Begin(program_.RootOf(id), -1));
     Status status = Ok{};
-    ForEachTouch(
-        program_, phase_, [](const Op&) { return false; },
-        [&](const Touch& touch) {
-          if (status.ok()) status = Visit(touch);
-        });
+    ForEachTouch(program_, phase_, [&](const Touch& touch) {
+      if (status.ok()) status = Visit(touch);
+    });
     INTERLACE_TRY(status);
     LoadedMessages();
     for (ValueId id : phase_.Outgoing()) Touched(program_.RootOf(id), end_);
@@ -87,11 +85,8 @@ class Analysis {
     for (int32_t i = 0; i < end_ && !phase_.loads.empty(); ++i) {
       const Op& op = program_.op(phase_.ops[i]);
       if (op.kind != OpKind::kSendWait) continue;
-      bool any = false;
-      ForEachOperand(op, [&](ValueId id) { any = any || loaded(id); });
-      for (const Carried& load : phase_.loads) {
-        if (any) Touched(load.value, i);
-      }
+      if (!AnyOperand(op, loaded)) continue;
+      for (const Carried& load : phase_.loads) Touched(load.value, i);
     }
   }
 

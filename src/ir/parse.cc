@@ -1,6 +1,5 @@
 // Parsing of phases and ops.
 #include <algorithm>
-#include <charconv>
 #include <limits>
 
 #include "base/suggest.h"
@@ -13,13 +12,11 @@ namespace interlace {
 // ---- phases ----
 
 Status TextParser::PhaseLine() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   Phase phase;
   INTERLACE_ASSIGN(phase.name, Name("a phase's name", true));
-  if (program_.FindPhase(phase.name) != nullptr) return Fail(pos, "phase '" + phase.name + "' is declared twice");
-  scan_.SkipBlanks();
-  if (scan_.EatWord("once")) phase.kind = PhaseKind::kStep;
+  if (program_.FindPhase(phase.name) != nullptr) return Fail(pos, "phase '", phase.name, "' is declared twice");
+  if (EatWord("once")) phase.kind = PhaseKind::kStep;
   INTERLACE_TRY(WantWord("takes"));
   INTERLACE_TRY(InParentheses([&]() -> Status {
     INTERLACE_ASSIGN(ValueId id, Decl(ValueKind::kTake));
@@ -27,13 +24,8 @@ Status TextParser::PhaseLine() {
     return Ok{};
   }));
   INTERLACE_TRY(WantWord("gives"));
-  INTERLACE_TRY(InParentheses([&]() -> Status {
-    INTERLACE_ASSIGN(ValueId id, Use());
-    phase.gives.push_back(id);
-    return Ok{};
-  }));
-  scan_.SkipBlanks();
-  if (scan_.EatWord("saves")) {
+  INTERLACE_TRY(Uses(phase.gives));
+  if (EatWord("saves")) {
     INTERLACE_TRY(InParentheses([&]() -> Status {
       INTERLACE_ASSIGN(ValueId id, Use());
       INTERLACE_TRY(WantWord("as"));
@@ -73,37 +65,33 @@ Result<OpId> TextParser::OpLine() {
   Op& op = program_.AddOp("");
   bool skipped = scan_.Peek() == '_' && (scan_.PeekAt(1) == ',' || scan_.PeekAt(1) == ' ');
   if (scan_.Peek() == '%' || skipped) INTERLACE_TRY(Results(op));
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   std::string_view name = scan_.Word(/*dots=*/true);
   if (name.empty()) return Expected("an op");
   if (name == "call" && scan_.Peek() == ' ') INTERLACE_TRY(CalledFunc(name));
   if (scan_.Peek() != '(') {
     // A new declaration where an op should be: the closing brace was lost.
     if (name == "phase" || name == "param")
-      return Fail(pos, "'" + std::string(name) + "' inside a phase: a closing '}' is missing above");
+      return Fail(pos, "'", name, "' inside a phase: a closing '}' is missing above");
     return Expected("'('");
   }
   scan_.Advance();
   op.SetName(std::string(name));
   INTERLACE_TRY(Args(op));
-  scan_.SkipBlanks();
-  if (scan_.Eat('{')) INTERLACE_TRY(Tail(op));
+  if (Eat('{')) INTERLACE_TRY(Tail(op));
   INTERLACE_TRY(EndLine());
   return op.id;
 }
 
 // Of "call f0(": `name` becomes "call f0".
 Status TextParser::CalledFunc(std::string_view& name) {
-  scan_.SkipBlanks();
-  const size_t pos = scan_.pos();
+  const size_t pos = Here();
   const std::string_view func = scan_.Word();
   if (func.empty()) return Expected("the func that is called, such as f0");
   const std::string_view all(name.data(), static_cast<size_t>(func.data() + func.size() - name.data()));
   Op call;
   call.SetName(std::string(all));
-  if (CallOf(FuncOf(program_, call)) != all)
-    return Fail(pos, "'" + std::string(func) + "' is no func that is declared above");
+  if (CallOf(FuncOf(program_, call)) != all) return Fail(pos, "'", func, "' is no func that is declared above");
   name = all;
   return Ok{};
 }
@@ -120,8 +108,7 @@ Status TextParser::Results(Op& op) {
       program_.value(id).result_index = static_cast<int32_t>(op.results.size());
       op.results.push_back(id);
     }
-    scan_.SkipBlanks();
-    if (scan_.Eat('=')) return Ok{};
+    if (Eat('=')) return Ok{};
     if (!scan_.Eat(',')) return Expected("',' or '='");
   }
 }
@@ -134,9 +121,7 @@ bool TextParser::AtName() {
 }
 
 Status TextParser::Args(Op& op) {
-  scan_.SkipBlanks();
-  if (scan_.Eat(')')) return Ok{};
-  while (true) {
+  return Items(')', [&]() -> Status {
     scan_.SkipBlanks();
     if (AtName()) {
       std::string name(scan_.Word());
@@ -148,16 +133,13 @@ Status TextParser::Args(Op& op) {
       INTERLACE_ASSIGN(Arg arg, Literal(0));
       op.args.push_back(std::move(arg));
     }
-    scan_.SkipBlanks();
-    if (scan_.Eat(')')) return Ok{};
-    if (!scan_.Eat(',')) return Expected("',' or ')'");
-  }
+    return Ok{};
+  });
 }
 
 Status TextParser::Tail(Op& op) {
   while (true) {
-    scan_.SkipBlanks();
-    if (scan_.Eat('}')) return Ok{};
+    if (Eat('}')) return Ok{};
     size_t pos = scan_.pos();
     std::string_view word = scan_.Word();
     if (word.empty()) return Expected("a tag or '}'");
@@ -179,16 +161,13 @@ Status TextParser::Tag(Op& op, std::string_view word, size_t pos) {
   if (numbered && (word[0] == 'm' || word[0] == 's')) {
     bool module = word[0] == 'm';
     size_t count = module ? program_.modules.size() : program_.sources.size();
-    int64_t id = -1;
-    auto [end, problem] = std::from_chars(word.data() + 1, word.data() + word.size(), id);
-    if (problem != std::errc() || id >= static_cast<int64_t>(count)) {
-      return Fail(pos,
-                  std::string(module ? "module " : "source ") + std::string(word.substr(1)) + " is not declared above");
-    }
-    (module ? op.module : op.source) = static_cast<int32_t>(id);
+    const std::optional<int64_t> id = ParseNumber<int64_t>(word.substr(1));
+    if (!id || *id >= static_cast<int64_t>(count))
+      return Fail(pos, module ? "module " : "source ", word.substr(1), " is not declared above");
+    (module ? op.module : op.source) = static_cast<int32_t>(*id);
     return Ok{};
   }
-  return Fail(pos, "unknown tag '" + std::string(word) + "'" + DidYouMean(word, {"fwd", "bwd", "upd"}));
+  return Fail(pos, "unknown tag '", word, "'", DidYouMean(word, {"fwd", "bwd", "upd"}));
 }
 
 Status TextParser::Attribute(Op& op, std::string_view name, size_t pos) {
@@ -197,8 +176,8 @@ Status TextParser::Attribute(Op& op, std::string_view name, size_t pos) {
     std::string_view word = scan_.Word();
     op.lane = ParseLane(word);
     if (!op.lane) {
-      return Fail(lane_pos, "unknown lane '" + std::string(word) + "'" +
-                                DidYouMean(word, {"compute", "gather", "reduce", "h2d", "d2h", "file", "p2p"}));
+      return Fail(lane_pos, "unknown lane '", word, "'",
+                  DidYouMean(word, {"compute", "gather", "reduce", "h2d", "d2h", "file", "p2p"}));
     }
     return Ok{};
   }
@@ -209,9 +188,7 @@ Status TextParser::Attribute(Op& op, std::string_view name, size_t pos) {
   }
   if (name == "units" || name == "writes") {
     INTERLACE_TRY(Want('['));
-    scan_.SkipBlanks();
-    if (scan_.Eat(']')) return Ok{};
-    while (true) {
+    return Items(']', [&]() -> Status {
       if (name == "units") {
         INTERLACE_ASSIGN(UnitId unit, UnitName());
         op.units.push_back(unit);
@@ -219,12 +196,10 @@ Status TextParser::Attribute(Op& op, std::string_view name, size_t pos) {
         INTERLACE_ASSIGN(ValueId id, Use());
         op.writes.push_back(id);
       }
-      scan_.SkipBlanks();
-      if (scan_.Eat(']')) return Ok{};
-      if (!scan_.Eat(',')) return Expected("',' or ']'");
-    }
+      return Ok{};
+    });
   }
-  if (op.Attr(name) != nullptr) return Fail(pos, "attribute '" + std::string(name) + "' is given twice");
+  if (op.Attr(name) != nullptr) return Fail(pos, "attribute '", name, "' is given twice");
   INTERLACE_ASSIGN(Arg arg, Literal(0));
   op.attrs.push_back({std::string(name), std::move(arg)});
   return Ok{};

@@ -10,11 +10,10 @@ namespace interlace {
 
 // The lines of a body are those of a phase, with values of its own; ids are checked against the body's own length.
 Status TextParser::FuncLines() {
-  scan_.SkipBlanks();
-  const size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(const std::string name, Name("a func's name, such as f0"));
   const std::string wanted = "f" + std::to_string(program_.funcs.size());
-  if (name != wanted) return Fail(pos, "funcs count up from f0: this one is " + wanted);
+  if (name != wanted) return Fail(pos, "funcs count up from f0: this one is ", wanted);
   const std::string_view text = scan_.text();
   const size_t end = std::min(text.find("\n}", pos), text.size());
   Program outer = std::move(program_);
@@ -30,11 +29,7 @@ Status TextParser::FuncLines() {
     return Ok{};
   }));
   INTERLACE_TRY(WantWord("gives"));
-  INTERLACE_TRY(InParentheses([&]() -> Status {
-    INTERLACE_ASSIGN(ValueId id, Use());
-    phase.gives.push_back(id);
-    return Ok{};
-  }));
+  INTERLACE_TRY(Uses(phase.gives));
   INTERLACE_TRY(Want('{'));
   INTERLACE_TRY(EndLine());
   INTERLACE_TRY(OpLines("func '" + name + "'", pos, phase));

@@ -21,14 +21,38 @@ class TextParser {
 
  private:
   // ---- errors ----
-  Error Fail(size_t pos, std::string message) const;
-  Error Fail(std::string message) const;
+  Error FailAt(size_t pos, std::string message) const;
+  // At a place, and where the scanner stands; the message as for MakeError.
+  template <typename... Parts>
+  Error Fail(size_t pos, const Parts&... parts) const {
+    return FailAt(pos, MakeError(parts...).message);
+  }
+  template <typename... Parts>
+  Error Fail(std::string_view first, const Parts&... parts) const {
+    return Fail(scan_.pos(), first, parts...);
+  }
   Error Expected(std::string_view what) const;
   Status Want(char c);
+  template <typename Item>
+  Status Items(char close, Item item);
+  template <typename Item>
+  Status InParentheses(Item item);
   Status WantWord(std::string_view word);
   Status EndLine();
 
-  // ---- small pieces ----
+  // ---- small pieces; blanks before them are skipped ----
+  size_t Here() {
+    scan_.SkipBlanks();
+    return scan_.pos();
+  }
+  bool Eat(char c) {
+    scan_.SkipBlanks();
+    return scan_.Eat(c);
+  }
+  bool EatWord(std::string_view word) {
+    scan_.SkipBlanks();
+    return scan_.EatWord(word);
+  }
   Result<std::string> Name(std::string_view what, bool dots = false);
   Result<int64_t> Int(int64_t min, int64_t max, std::string_view what);
   Result<std::string> String();
@@ -89,8 +113,8 @@ class TextParser {
   Status StateLine();
 
   // ---- phases ----
-  template <typename Item>
-  Status InParentheses(Item item);
+  // "(", values that are defined somewhere, ")".
+  Status Uses(std::vector<ValueId>& out);
   Status PhaseLine();
   // The ops up to a closing brace; `what`, which began at `pos`, is named where there is none.
   Status OpLines(const std::string& what, size_t pos, Phase& phase);
@@ -113,18 +137,21 @@ class TextParser {
   int64_t value_limit_ = 0;                          // of ids in the body at hand; 0: in none
 };
 
-// "(", items with commas between them, ")".
+// Items with commas between them, down to the closing character.
+template <typename Item>
+Status TextParser::Items(char close, Item item) {
+  if (Eat(close)) return Ok{};
+  while (true) {
+    INTERLACE_TRY(item());
+    if (Eat(close)) return Ok{};
+    if (!scan_.Eat(',')) return Expected("',' or '" + std::string(1, close) + "'");
+  }
+}
+
 template <typename Item>
 Status TextParser::InParentheses(Item item) {
   INTERLACE_TRY(Want('('));
-  scan_.SkipBlanks();
-  if (scan_.Eat(')')) return Ok{};
-  while (true) {
-    INTERLACE_TRY(item());
-    scan_.SkipBlanks();
-    if (scan_.Eat(')')) return Ok{};
-    if (!scan_.Eat(',')) return Expected("',' or ')'");
-  }
+  return Items(')', item);
 }
 
 }  // namespace interlace

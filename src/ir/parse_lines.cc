@@ -22,23 +22,20 @@ Status TextParser::Header() {
     return scan_.ErrorHere(
         "this is no interlace program; the first line must be 'interlace 1 captured|sharded|scheduled'");
   }
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(int64_t version, Int(0, std::numeric_limits<int64_t>::max(), "the format version"));
   if (version > kVersion) {
-    return Fail(pos, "format version " + std::to_string(version) + " is newer than this build reads (version " +
-                         std::to_string(kVersion) + "); use a newer interlace or write the file with this one");
+    return Fail(pos, "format version ", version, " is newer than this build reads (version ", kVersion,
+                "); use a newer interlace or write the file with this one");
   }
-  if (version < kVersion)
-    return Fail(pos, "format version " + std::to_string(version) + " does not exist; this build reads version 1");
-  scan_.SkipBlanks();
-  size_t level_pos = scan_.pos();
+  if (version < kVersion) return Fail(pos, "format version ", version, " does not exist; this build reads version 1");
+  const size_t level_pos = Here();
   std::string_view level = scan_.Word();
   const std::vector<std::string_view> levels = {"captured", "sharded", "scheduled"};
   auto found = std::find(levels.begin(), levels.end(), level);
   if (found == levels.end()) {
     scan_.Seek(level_pos);
-    return Fail("the level must be captured, sharded or scheduled, found " + scan_.Found() + DidYouMean(level, levels));
+    return Fail("the level must be captured, sharded or scheduled, found ", scan_.Found(), DidYouMean(level, levels));
   }
   program_.level = static_cast<Level>(found - levels.begin());
   return EndLine();
@@ -84,7 +81,7 @@ Status TextParser::Line() {
   if (word == "phase") return PhaseLine();
   scan_.Seek(pos);
   if (word.empty()) return Expected("a declaration or a phase");
-  return Fail("unknown line '" + std::string(word) + "'" +
+  return Fail("unknown line '", word, "'",
               DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "rule", "func", "group", "module",
                                 "source", "unit", "param", "buffer", "input", "const", "state", "phase"}));
 }
@@ -97,12 +94,11 @@ Status TextParser::Meta() {
 }
 
 Status TextParser::Mesh() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(std::string name, Name("an axis name"));
   INTERLACE_ASSIGN(int64_t size, Int(1, 1 << 24, "the size of an axis"));
   for (const Axis& axis : program_.mesh) {
-    if (axis.name == name) return Fail(pos, "axis '" + name + "' is declared twice");
+    if (axis.name == name) return Fail(pos, "axis '", name, "' is declared twice");
   }
   symbols_.insert("rank_" + name);
   program_.mesh.push_back({std::move(name), size});
@@ -110,38 +106,35 @@ Status TextParser::Mesh() {
 }
 
 Status TextParser::StageLine() {
-  scan_.SkipBlanks();
-  const size_t pos = scan_.pos();
+  const size_t pos = Here();
   if (program_.stage) return Fail(pos, "a program is one stage; this is its second 'stage' line");
   INTERLACE_ASSIGN(std::string axis, AxisName());
   INTERLACE_ASSIGN(const int64_t index, Int(0, program_.AxisSize(axis) - 1, "the index of the stage along the axis"));
   StageOf stage{std::move(axis), index};
-  scan_.SkipBlanks();
-  if (scan_.EatWord("ranks")) {
+  if (EatWord("ranks")) {
     do {
       scan_.SkipBlanks();
       INTERLACE_ASSIGN(const int64_t ranks, Int(1, 1 << 24, "the ranks of a stage"));
       stage.ranks.push_back(ranks);
     } while (scan_.Eat(','));
     if (index >= static_cast<int64_t>(stage.ranks.size()))
-      return Fail(pos, "stage " + std::to_string(index) + " of " + std::to_string(stage.ranks.size()));
+      return Fail(pos, "stage ", index, " of ", stage.ranks.size());
   }
   program_.stage = std::move(stage);
   return EndLine();
 }
 
 Status TextParser::SymbolLine() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(std::string name, Name("a symbol's name"));
   for (std::string_view reserved : {"true", "false", "none", "inf", "nan", "max", "min", "in", "into"}) {
-    if (name == reserved) return Fail(pos, "'" + name + "' is a reserved word and cannot be a symbol");
+    if (name == reserved) return Fail(pos, "'", name, "' is a reserved word and cannot be a symbol");
   }
   if (ParseDType(name) || name.starts_with("rank_") || name.size() > 64) {
-    return Fail(pos,
-                "'" + name.substr(0, 64) + "' cannot be a symbol (dtypes, rank_* and names over 64 letters are taken)");
+    return Fail(pos, "'", name.substr(0, 64),
+                "' cannot be a symbol (dtypes, rank_* and names over 64 letters are taken)");
   }
-  if (!symbols_.insert(name).second) return Fail(pos, "symbol '" + name + "' is declared twice");
+  if (!symbols_.insert(name).second) return Fail(pos, "symbol '", name, "' is declared twice");
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   INTERLACE_ASSIGN(int64_t min, Int(0, kMax, "the least value of a symbol"));
   INTERLACE_ASSIGN(int64_t max, Int(min, kMax, "the largest value of a symbol"));
@@ -151,25 +144,19 @@ Status TextParser::SymbolLine() {
 
 Status TextParser::Step() {
   INTERLACE_ASSIGN(program_.accumulation, Int(1, 1 << 24, "the number of micro-batches"));
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  size_t pos = Here();
   std::string_view mode = scan_.Word();
   if (mode != "reduce_each" && mode != "reduce_last") {
     scan_.Seek(pos);
-    return Fail("the accumulation mode must be reduce_each or reduce_last, found " + scan_.Found() +
+    return Fail("the accumulation mode must be reduce_each or reduce_last, found ", scan_.Found(),
                 DidYouMean(mode, {"reduce_each", "reduce_last"}));
   }
   program_.accumulate_mode = std::string(mode);
-  scan_.SkipBlanks();
-  pos = scan_.pos();
-  if (scan_.Word() != "by") {
-    scan_.Seek(pos);
-    return EndLine();
-  }
+  pos = Here();
+  if (!scan_.EatWord("by")) return EndLine();
   INTERLACE_ASSIGN(program_.width, Int(1, program_.accumulation, "the micro-batches of one run"));
   if (program_.accumulation % program_.width != 0) {
-    return Fail(
-        pos, std::to_string(program_.accumulation) + " micro-batches cannot run by " + std::to_string(program_.width));
+    return Fail(pos, program_.accumulation, " micro-batches cannot run by ", program_.width);
   }
   return EndLine();
 }
@@ -181,8 +168,7 @@ Status TextParser::RunLine() {
   scan_.SkipBlanks();
   if (IsDigit(scan_.Peek())) {
     INTERLACE_ASSIGN(run.first, Int(0, program_.accumulation - 1, "the micro-batch of a run"));
-    scan_.SkipBlanks();
-    if (scan_.Eat('x')) {
+    if (Eat('x')) {
       INTERLACE_ASSIGN(run.count, Int(2, program_.accumulation, "the number of runs"));
     }
   }
@@ -191,12 +177,10 @@ Status TextParser::RunLine() {
 }
 
 Result<int32_t> TextParser::NextId(size_t next, std::string_view what) {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(int64_t id, Int(0, std::numeric_limits<int32_t>::max(), std::string(what) + "'s id"));
   if (id != static_cast<int64_t>(next)) {
-    return Fail(pos, std::string(what) + " ids count up from 0: expected " + std::to_string(next) + ", found " +
-                         std::to_string(id));
+    return Fail(pos, what, " ids count up from 0: expected ", next, ", found ", id);
   }
   return static_cast<int32_t>(id);
 }
@@ -244,24 +228,20 @@ Result<Factored> TextParser::FactoredWords() {
 Status TextParser::GroupLine() {
   Group group;
   INTERLACE_ASSIGN(group.id, NextId(program_.groups.size(), "group"));
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(group.optimizer, Name("an optimizer"));
   if (group.optimizer == "rule") {
     INTERLACE_ASSIGN(const int64_t rule, Int(0, std::numeric_limits<int32_t>::max(), "a rule's id"));
-    if (rule >= static_cast<int64_t>(program_.rules.size()))
-      return Fail(pos, "rule " + std::to_string(rule) + " is not declared above");
+    if (rule >= static_cast<int64_t>(program_.rules.size())) return Fail(pos, "rule ", rule, " is not declared above");
     group.rule = static_cast<int32_t>(rule);
-    scan_.SkipBlanks();
-    if (scan_.EatWord("orthogonal")) {
+    if (EatWord("orthogonal")) {
       INTERLACE_ASSIGN(group.orthogonal, OrthogonalWords());
     } else if (scan_.EatWord("factored")) {
       INTERLACE_ASSIGN(group.factored, FactoredWords());
     }
   } else if (group.optimizer != "adamw" && group.optimizer != "adam" && group.optimizer != "sgd") {
-    return Fail(pos, "unknown optimizer '" + group.optimizer + "'" +
-                         DidYouMean(group.optimizer, {"adamw", "adam", "sgd", "rule"}) +
-                         " (known: adamw, adam, sgd, rule)");
+    return Fail(pos, "unknown optimizer '", group.optimizer, "'",
+                DidYouMean(group.optimizer, {"adamw", "adam", "sgd", "rule"}), " (known: adamw, adam, sgd, rule)");
   }
   program_.groups.push_back(std::move(group));
   return EndLine();
@@ -285,15 +265,14 @@ Status TextParser::SourceLine() {
 }
 
 Result<std::string> TextParser::AxisName() {
-  scan_.SkipBlanks();
-  const size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(std::string axis, Name("an axis"));
   std::vector<std::string_view> known;
   for (const Axis& a : program_.mesh) {
     if (a.name == axis) return axis;
     known.push_back(a.name);
   }
-  return Fail(pos, "unknown axis '" + axis + "'" + DidYouMean(axis, known) + " (declare it with a 'mesh' line)");
+  return Fail(pos, "unknown axis '", axis, "'", DidYouMean(axis, known), " (declare it with a 'mesh' line)");
 }
 
 Result<std::string> TextParser::AxisList() {
@@ -307,12 +286,10 @@ Result<std::string> TextParser::AxisList() {
 
 Status TextParser::UnitLine() {
   Unit unit;
-  scan_.SkipBlanks();
-  if (!scan_.Eat('u')) return Expected("a unit such as u0");
+  if (!Eat('u')) return Expected("a unit such as u0");
   INTERLACE_ASSIGN(unit.id, NextId(program_.units.size(), "unit"));
   INTERLACE_ASSIGN(unit.axis, AxisList());
-  scan_.SkipBlanks();
-  if (scan_.EatWord("replicas")) {
+  if (EatWord("replicas")) {
     INTERLACE_ASSIGN(unit.replicas, AxisList());
   }
   INTERLACE_ASSIGN(unit.dtype, ParseDTypeHere());
@@ -326,8 +303,7 @@ Status TextParser::UnitLine() {
 }
 
 Result<bool> TextParser::OneOf(std::string_view yes, std::string_view no) {
-  scan_.SkipBlanks();
-  if (scan_.EatWord(yes)) return true;
+  if (EatWord(yes)) return true;
   if (scan_.EatWord(no)) return false;
   return Expected("'" + std::string(yes) + "' or '" + std::string(no) + "'");
 }
@@ -337,8 +313,7 @@ Status TextParser::CutOf(Param& param) {
   Cut cut;
   INTERLACE_ASSIGN(cut.axis, AxisName());
   INTERLACE_ASSIGN(cut.dim, Int(0, 64, "the dimension that is cut"));
-  scan_.SkipBlanks();
-  if (scan_.EatWord("blocks")) {
+  if (EatWord("blocks")) {
     INTERLACE_ASSIGN(cut.blocks, Int(2, 1 << 24, "the number of blocks"));
   }
   param.cuts.push_back(std::move(cut));
@@ -346,8 +321,7 @@ Status TextParser::CutOf(Param& param) {
 }
 
 Status TextParser::SharedBy(Param& param) {
-  scan_.SkipBlanks();
-  const size_t pos = scan_.pos();
+  const size_t pos = Here();
   if (!program_.stage)
     return Fail(pos, "parameters are shared by stages, and this program is none (it needs a 'stage' line above)");
   const int64_t ranks = program_.Stages();
@@ -359,8 +333,7 @@ Status TextParser::SharedBy(Param& param) {
   } while (scan_.Eat(','));
   const bool own = std::find(param.shared.begin(), param.shared.end(), program_.stage->index) != param.shared.end();
   if (!own || param.shared.size() < 2)
-    return Fail(pos,
-                "a shared parameter is this stage's, " + std::to_string(program_.stage->index) + ", and another's");
+    return Fail(pos, "a shared parameter is this stage's, ", program_.stage->index, ", and another's");
   scan_.SkipBlanks();
   return Ok{};
 }
@@ -370,18 +343,15 @@ Status TextParser::ParamLine() {
   INTERLACE_ASSIGN(param.value, Decl(ValueKind::kParam));
   INTERLACE_ASSIGN(param.name, String());
   INTERLACE_ASSIGN(param.trainable, OneOf("trainable", "frozen"));
-  scan_.SkipBlanks();
-  if (scan_.EatWord("group")) {
-    scan_.SkipBlanks();
-    size_t pos = scan_.pos();
+  if (EatWord("group")) {
+    const size_t pos = Here();
     INTERLACE_ASSIGN(int64_t group, Int(0, std::numeric_limits<int32_t>::max(), "a group's id"));
     if (group >= static_cast<int64_t>(program_.groups.size())) {
-      return Fail(pos, "group " + std::to_string(group) + " is not declared above");
+      return Fail(pos, "group ", group, " is not declared above");
     }
     param.group = static_cast<int32_t>(group);
   }
-  scan_.SkipBlanks();
-  if (scan_.EatWord("unit")) {
+  if (EatWord("unit")) {
     INTERLACE_ASSIGN(param.unit, UnitName());
     INTERLACE_TRY(Want('+'));
     INTERLACE_ASSIGN(param.unit_offset, Int(0, std::numeric_limits<int64_t>::max() / 32, "the offset in a unit"));
@@ -433,8 +403,7 @@ Status TextParser::ConstLine() {
 Status TextParser::StateLine() {
   State state;
   INTERLACE_ASSIGN(state.value, Decl(ValueKind::kState));
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   std::string_view word = scan_.Word();
   bool is_unit =
       word.size() > 1 && word[0] == 'u' && scan_.Peek() == '.' && std::all_of(word.begin() + 1, word.end(), IsDigit);

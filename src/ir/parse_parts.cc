@@ -16,7 +16,7 @@ constexpr int64_t kSpareValueIds = 65536;  // ids may have gaps, but not beyond 
 
 // ---- errors ----
 
-Error TextParser::Fail(size_t pos, std::string message) const {
+Error TextParser::FailAt(size_t pos, std::string message) const {
   std::string_view text = scan_.text();
   bool last_line = text.find('\n', std::min(pos, text.size())) == std::string_view::npos;
   if (last_line && !text.empty() && text.back() != '\n') {
@@ -25,17 +25,12 @@ Error TextParser::Fail(size_t pos, std::string message) const {
   return scan_.ErrorAt(pos, message);
 }
 
-Error TextParser::Fail(std::string message) const {
-  return Fail(scan_.pos(), std::move(message));
-}
-
 Error TextParser::Expected(std::string_view what) const {
-  return Fail("expected " + std::string(what) + ", found " + scan_.Found());
+  return Fail("expected ", what, ", found ", scan_.Found());
 }
 
 Status TextParser::Want(char c) {
-  scan_.SkipBlanks();
-  if (!scan_.Eat(c)) return Expected(std::string{'\'', c, '\''});
+  if (!Eat(c)) return Expected(std::string{'\'', c, '\''});
   return Ok{};
 }
 
@@ -62,20 +57,17 @@ Result<std::string> TextParser::Name(std::string_view what, bool dots) {
 }
 
 Result<int64_t> TextParser::Int(int64_t min, int64_t max, std::string_view what) {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   if (!IsDigit(scan_.Peek()) && scan_.Peek() != '-') return Expected(what);
   INTERLACE_ASSIGN(int64_t value, scan_.Int());
   if (value < min || value > max) {
-    return Fail(pos, std::string(what) + " must be from " + std::to_string(min) + " to " + std::to_string(max) +
-                         ", not " + std::to_string(value));
+    return Fail(pos, what, " must be from ", min, " to ", max, ", not ", value);
   }
   return value;
 }
 
 Result<std::string> TextParser::String() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   if (scan_.Peek() != '"') return Expected("a quoted string");
   Result<std::string> text = scan_.String();
   if (!text.ok() && scan_.AtEnd())
@@ -84,8 +76,7 @@ Result<std::string> TextParser::String() {
 }
 
 Result<ValueId> TextParser::ValueName() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   if (!scan_.Eat('%') || !IsDigit(scan_.Peek())) {
     scan_.Seek(pos);
     return Expected("a value such as %1");
@@ -94,35 +85,40 @@ Result<ValueId> TextParser::ValueName() {
   int64_t limit = value_limit_ > 0 ? value_limit_ : static_cast<int64_t>(scan_.text().size()) + kSpareValueIds;
   limit = std::min<int64_t>(kMaxValues, limit);
   if (id >= limit) {
-    return Fail(pos, "value id %" + std::to_string(id) + " is too large for a file of this size (limit " +
-                         std::to_string(limit - 1) + "); number values from %0 on");
+    return Fail(pos, "value id %", id, " is too large for a file of this size (limit ", limit - 1,
+                "); number values from %0 on");
   }
   return static_cast<ValueId>(id);
 }
 
+Status TextParser::Uses(std::vector<ValueId>& out) {
+  return InParentheses([&]() -> Status {
+    INTERLACE_ASSIGN(ValueId id, Use());
+    out.push_back(id);
+    return Ok{};
+  });
+}
+
 Result<ValueId> TextParser::Use() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(ValueId id, ValueName());
   if (!program_.HasValue(id)) pending_.emplace_back(id, pos);
   return id;
 }
 
 Result<UnitId> TextParser::UnitName() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   if (scan_.Peek() != 'u' || !IsDigit(scan_.PeekAt(1))) return Expected("a unit such as u0");
   scan_.Advance();
   INTERLACE_ASSIGN(int64_t id, scan_.Int());
   if (id >= static_cast<int64_t>(program_.units.size())) {
-    return Fail(pos, "unit u" + std::to_string(id) + " is not declared above");
+    return Fail(pos, "unit u", id, " is not declared above");
   }
   return static_cast<UnitId>(id);
 }
 
 Result<DType> TextParser::ParseDTypeHere() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   std::string_view word = scan_.Word();
   if (auto dtype = ParseDType(word)) return *dtype;
   scan_.Seek(pos);
@@ -132,7 +128,7 @@ Result<DType> TextParser::ParseDTypeHere() {
     for (int i = 0; i <= static_cast<int>(DType::kF8E5M2); ++i) names->push_back(DTypeName(static_cast<DType>(i)));
     return names;
   }();
-  return Fail("unknown dtype '" + std::string(word) + "'" + DidYouMean(word, known));
+  return Fail("unknown dtype '", word, "'", DidYouMean(word, known));
 }
 
 bool TextParser::IsSymbol(std::string_view word) const {
@@ -155,18 +151,15 @@ std::string_view TextParser::Token() const {
 }
 
 Result<Dim> TextParser::ParseDim() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   std::string_view token = Token();
   if (token.empty()) return Expected("a number or an expression");
-  int64_t value = 0;
-  auto [end, problem] = std::from_chars(token.data(), token.data() + token.size(), value);
-  if (problem == std::errc() && end == token.data() + token.size()) {
+  if (const auto number = ParseNumber<int64_t>(token)) {
     scan_.Seek(pos + token.size());
-    return Dim(value);
+    return Dim(*number);
   }
   Result<Dim> dim = program_.dims.Parse(token);
-  if (!dim.ok()) return Fail(pos, dim.error().message + " in '" + std::string(token.substr(0, 64)) + "'");
+  if (!dim.ok()) return Fail(pos, dim.error().message, " in '", token.substr(0, 64), "'");
   INTERLACE_TRY(CheckSymbols(*dim, pos));
   scan_.Seek(pos + token.size());
   return *dim;
@@ -180,9 +173,8 @@ Status TextParser::CheckSymbols(Dim dim, size_t pos) {
     if (IsSymbol(name)) continue;
     std::vector<std::string_view> known(symbols_.begin(), symbols_.end());
     std::sort(known.begin(), known.end());
-    return Fail(
-        pos, "unknown symbol '" + name + "'" + DidYouMean(name, known) +
-                 (name.starts_with("rank_") ? " (declare the mesh axis first)" : " (declare it with a 'symbol' line)"));
+    return Fail(pos, "unknown symbol '", name, "'", DidYouMean(name, known),
+                name.starts_with("rank_") ? " (declare the mesh axis first)" : " (declare it with a 'symbol' line)");
   }
   checked_dims_[dim.expr] = true;
   return Ok{};
@@ -190,23 +182,19 @@ Status TextParser::CheckSymbols(Dim dim, size_t pos) {
 
 Result<std::vector<Dim>> TextParser::DimList(char close) {
   std::vector<Dim> list;
-  scan_.SkipBlanks();
-  if (scan_.Eat(close)) return list;
+  if (Eat(close)) return list;
   while (true) {
-    scan_.SkipBlanks();
-    size_t pos = scan_.pos();
+    const size_t pos = Here();
     INTERLACE_ASSIGN(Dim dim, ParseDim());
     if (dim.is_const() && dim.value < 0) return Fail(pos, "a size or stride must not be negative");
     list.push_back(dim);
-    scan_.SkipBlanks();
-    if (scan_.Eat(close)) return list;
+    if (Eat(close)) return list;
     INTERLACE_TRY(Want(','));
   }
 }
 
 Result<Type> TextParser::ParseType() {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   Type type;
   INTERLACE_ASSIGN(type.dtype, ParseDTypeHere());
   INTERLACE_TRY(Want('['));
@@ -234,8 +222,7 @@ Result<Type> TextParser::ParseType() {
 }
 
 Result<ValueId> TextParser::Decl(ValueKind kind) {
-  scan_.SkipBlanks();
-  size_t pos = scan_.pos();
+  const size_t pos = Here();
   INTERLACE_ASSIGN(ValueId id, ValueName());
   INTERLACE_TRY(Want(':'));
   INTERLACE_ASSIGN(Type type, ParseType());
@@ -244,8 +231,7 @@ Result<ValueId> TextParser::Decl(ValueKind kind) {
   scan_.SkipBlanks();
   bool placed = scan_.EatWord("into");
   if (!placed && !scan_.EatWord("in")) return id;
-  scan_.SkipBlanks();
-  size_t root_pos = scan_.pos();
+  const size_t root_pos = Here();
   INTERLACE_ASSIGN(ValueId root, Use());
   if (root == id) return Fail(root_pos, "a value cannot be placed in itself");
   Dim offset;
@@ -277,33 +263,26 @@ Result<Arg> TextParser::Literal(int depth) {
 }
 
 Result<Arg> TextParser::ListLiteral(int depth) {
-  if (depth >= kMaxNesting) return Fail("lists are nested deeper than " + std::to_string(kMaxNesting));
+  if (depth >= kMaxNesting) return Fail("lists are nested deeper than ", kMaxNesting);
   scan_.Advance();
   std::vector<Arg> list;
-  scan_.SkipBlanks();
-  if (scan_.Eat(']')) return Arg::List(std::move(list));
-  while (true) {
+  INTERLACE_TRY(Items(']', [&]() -> Status {
     INTERLACE_ASSIGN(Arg item, Literal(depth + 1));
     list.push_back(std::move(item));
-    scan_.SkipBlanks();
-    if (scan_.Eat(']')) return Arg::List(std::move(list));
-    if (!scan_.Eat(',')) return Expected("',' or ']'");
-  }
+    return Ok{};
+  }));
+  return Arg::List(std::move(list));
 }
 
 Result<Arg> TextParser::Scalar() {
   size_t pos = scan_.pos();
   std::string_view token = Token();
   if (token.empty()) return Expected("an argument");
-  const char* begin = token.data();
-  const char* end = begin + token.size();
   auto done = [&](Arg arg) -> Result<Arg> {
     scan_.Seek(pos + token.size());
     return arg;
   };
-  int64_t integer = 0;
-  auto as_int = std::from_chars(begin, end, integer);
-  if (as_int.ptr == end && as_int.ec == std::errc()) return done(Arg::Int(integer));
+  if (const auto integer = ParseNumber<int64_t>(token)) return done(Arg::Int(*integer));
   if (token == "none") return done(Arg::None());
   if (token == "true") return done(Arg::Bool(true));
   if (token == "false") return done(Arg::Bool(false));
@@ -314,7 +293,8 @@ Result<Arg> TextParser::Scalar() {
       IsDigit(token[0]) || token[0] == '.' || (token[0] == '-' && token.size() > 1 && IsDigit(token[1]));
   if (starts_number && token.find_first_of(".eE") != std::string_view::npos) {
     double real = 0;
-    auto as_real = std::from_chars(begin, end, real);
+    const char* end = token.data() + token.size();
+    auto as_real = std::from_chars(token.data(), end, real);
     if (as_real.ptr == end && as_real.ec == std::errc()) return done(Arg::Float(real));
     if (as_real.ec == std::errc::result_out_of_range) return Fail(pos, "this number does not fit in a double");
   }

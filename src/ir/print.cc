@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "base/append.h"
 #include "base/scan.h"
 #include "ir/op_table.h"
 #include "ir/print_rule.h"
@@ -33,64 +34,67 @@ class Printer {
   }
 
   void PrintOp(const Op& op) {
-    for (size_t i = 0; i < op.results.size(); ++i) {
-      if (i > 0) out_ += ", ";
-      if (op.results[i] == kNone) {
+    Listed(op.results, [&](ValueId result) {
+      if (result == kNone) {
         out_ += '_';
       } else {
-        Decl(op.results[i]);
+        Decl(result);
       }
-    }
+    });
     if (!op.results.empty()) out_ += " = ";
-    out_ += op.name;
-    out_ += '(';
+    Put(op.name, '(');
     Listed(op.args, [&](const Arg& arg) { Literal(arg); });
-    bool first = op.args.empty();
-    for (const NamedArg& named : op.named) {
-      if (!first) out_ += ", ";
-      first = false;
-      out_ += named.name;
-      out_ += '=';
+    if (!op.args.empty() && !op.named.empty()) out_ += ", ";
+    Listed(op.named, [&](const NamedArg& named) {
+      Put(named.name, '=');
       Literal(named.arg);
-    }
+    });
     out_ += ')';
     Tail(op);
   }
 
   void PrintType(const Type& type) {
-    out_ += DTypeName(type.dtype);
-    out_ += '[';
+    Put(DTypeName(type.dtype), '[');
     DimList(type.sizes);
     out_ += ']';
-    if (!HasDefaultStrides(type)) {
-      out_ += '{';
-      DimList(type.strides);
-      out_ += '}';
-    }
+    if (HasDefaultStrides(type)) return;
+    out_ += '{';
+    DimList(type.strides);
+    out_ += '}';
   }
 
   std::string Take() { return std::move(out_); }
 
  private:
-  void Int(int64_t value) {
-    char buffer[24];
-    auto [end, problem] = std::to_chars(buffer, buffer + sizeof(buffer), value);
-    out_.append(buffer, end);
+  template <typename... Parts>
+  void Put(const Parts&... parts) {
+    Append(out_, parts...);
+  }
+
+  // Each item by `each`, with `between` between them.
+  template <typename Items, typename Each>
+  void Listed(const Items& items, Each each, std::string_view between = ", ") {
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (i > 0) out_ += between;
+      each(items[i]);
+    }
   }
 
   void PrintDim(const Dim& dim) {
     if (dim.is_const()) {
-      Int(dim.value);
+      Put(dim.value);
     } else {
       out_ += program_.dims.ToString(dim);
     }
   }
 
   void DimList(const std::vector<Dim>& list) {
-    for (size_t i = 0; i < list.size(); ++i) {
-      if (i > 0) out_ += ',';
-      PrintDim(list[i]);
-    }
+    Listed(
+        list, [&](const Dim& dim) { PrintDim(dim); }, ",");
+  }
+  void Numbers(const std::vector<int64_t>& list) {
+    Listed(
+        list, [&](int64_t number) { Put(number); }, ",");
   }
 
   // The strides Program::ContiguousStrides gives, compared without interning into the program.
@@ -114,10 +118,7 @@ class Printer {
     return true;
   }
 
-  void ValueName(ValueId id) {
-    out_ += '%';
-    Int(id);
-  }
+  void ValueName(ValueId id) { Put('%', id); }
 
   void Decl(ValueId id) {
     ValueName(id);
@@ -127,9 +128,7 @@ class Printer {
     out_ += ": ";
     PrintType(value.type);
     if (value.root != value.id) {
-      out_ += value.placed ? " into " : " in ";
-      ValueName(value.root);
-      out_ += '+';
+      Put(value.placed ? " into %" : " in %", value.root, '+');
       PrintDim(value.offset);
     }
   }
@@ -185,108 +184,62 @@ class Printer {
     }
   }
 
-  // Blanks between the entries of a tail, and its opening brace before the first.
-  void TailGap(bool& any) {
-    out_ += any ? " " : " {";
-    any = true;
-  }
-
   void Tail(const Op& op) {
     bool any = false;
-    if (op.part != Part::kNone) {
-      TailGap(any);
-      out_ += op.part == Part::kForward ? "fwd" : op.part == Part::kBackward ? "bwd" : "upd";
-    }
-    if (op.module != kNone) {
-      TailGap(any);
-      out_ += 'm';
-      Int(op.module);
-    }
-    if (op.source != kNone) {
-      TailGap(any);
-      out_ += 's';
-      Int(op.source);
-    }
-    if (op.lane) {
-      TailGap(any);
-      out_ += "lane=";
-      out_ += LaneName(*op.lane);
-    }
+    const auto entry = [&](const auto&... parts) {
+      Put(any ? " " : " {", parts...);
+      any = true;
+    };
+    if (op.part != Part::kNone) entry(op.part == Part::kForward ? "fwd" : op.part == Part::kBackward ? "bwd" : "upd");
+    if (op.module != kNone) entry('m', op.module);
+    if (op.source != kNone) entry('s', op.source);
+    if (op.lane) entry("lane=", LaneName(*op.lane));
     if (!op.units.empty()) {
-      TailGap(any);
-      out_ += "units=[";
-      for (size_t i = 0; i < op.units.size(); ++i) {
-        out_ += i > 0 ? ", u" : "u";
-        Int(op.units[i]);
-      }
+      entry("units=[");
+      Listed(op.units, [&](UnitId unit) { Put('u', unit); });
       out_ += ']';
     }
-    if (op.rng) {
-      TailGap(any);
-      out_ += "rng=";
-      Int(*op.rng);
-    }
+    if (op.rng) entry("rng=", *op.rng);
     if (!op.writes.empty()) {
-      TailGap(any);
-      out_ += "writes=[";
-      for (size_t i = 0; i < op.writes.size(); ++i) {
-        if (i > 0) out_ += ", ";
-        ValueName(op.writes[i]);
-      }
+      entry("writes=[");
+      Listed(op.writes, [&](ValueId written) { ValueName(written); });
       out_ += ']';
     }
     for (const NamedArg& attr : op.attrs) {
-      TailGap(any);
-      out_ += attr.name;
-      out_ += '=';
+      entry(attr.name, '=');
       Literal(attr.arg);
     }
     if (any) out_ += '}';
   }
 
-  void EndLine() {
-    out_ += '\n';
+  // A line of these parts, or the end of one.
+  template <typename... Parts>
+  void Line(const Parts&... parts) {
+    Put(parts..., '\n');
     ++line_;
   }
 
+  // `words`, text in quotes, and the end of the line.
+  void QuotedLine(std::string_view words, std::string_view text) {
+    Put(words, ' ');
+    AppendQuoted(out_, text);
+    Line();
+  }
+
   void Header() {
-    out_ += "interlace 1 ";
-    out_ += kLevels[static_cast<size_t>(program_.level)];
-    EndLine();
-    for (const auto& [key, text] : program_.meta) {
-      out_ += "meta " + key + " ";
-      AppendQuoted(out_, text);
-      EndLine();
-    }
-    for (const Axis& axis : program_.mesh) {
-      out_ += "mesh " + axis.name + " ";
-      Int(axis.size);
-      EndLine();
-    }
+    Line("interlace 1 ", kLevels[static_cast<size_t>(program_.level)]);
+    for (const auto& [key, text] : program_.meta) QuotedLine("meta " + key, text);
+    for (const Axis& axis : program_.mesh) Line("mesh ", axis.name, ' ', axis.size);
     if (program_.stage) {
-      out_ += "stage " + program_.stage->axis + " ";
-      Int(program_.stage->index);
-      for (size_t s = 0; s < program_.stage->ranks.size(); ++s) {
-        out_ += s == 0 ? " ranks " : ",";
-        Int(program_.stage->ranks[s]);
-      }
-      EndLine();
+      Put("stage ", program_.stage->axis, ' ', program_.stage->index);
+      if (program_.stage->unlike()) out_ += " ranks ";
+      Numbers(program_.stage->ranks);
+      Line();
     }
-    for (const Symbol& symbol : program_.symbols) {
-      out_ += "symbol " + symbol.name + " ";
-      Int(symbol.min);
-      out_ += ' ';
-      Int(symbol.max);
-      EndLine();
-    }
-    out_ += "step ";
-    Int(program_.accumulation);
-    out_ += " " + program_.accumulate_mode;
-    if (program_.width > 1) {
-      out_ += " by ";
-      Int(program_.width);
-    }
-    EndLine();
+    for (const Symbol& symbol : program_.symbols) Line("symbol ", symbol.name, ' ', symbol.min, ' ', symbol.max);
+    Put("step ", program_.accumulation, ' ', program_.accumulate_mode);
+    if (program_.width > 1) Put(" by ", program_.width);
+    Line();
     const auto of_micro_batches = std::count_if(program_.phases.begin(), program_.phases.end(), [](const Phase& phase) {
       return phase.kind == PhaseKind::kMicroBatch;
     });
@@ -298,64 +251,44 @@ class Printer {
       PrintRule(rule, out_);
       line_ += static_cast<int32_t>(std::count(out_.begin() + static_cast<std::ptrdiff_t>(begin), out_.end(), '\n'));
     }
-    for (const Group& group : program_.groups) {
-      out_ += "group " + std::to_string(group.id) + " " + group.optimizer;
-      if (group.rule != kNone) out_ += " " + std::to_string(group.rule);
-      if (const std::optional<Orthogonal>& x = group.orthogonal; x) {
-        out_ += " orthogonal apply " + std::to_string(x->apply) + " steps " + std::to_string(x->steps);
-        Floats(" by", x->by);
-        Floats(" eps", {&x->eps, 1});
-        out_ += " ratio " + x->ratio;
-      }
-      if (const std::optional<Factored>& x = group.factored; x) {
-        out_ += " factored average " + std::to_string(x->average) + " apply " + std::to_string(x->apply);
-        Floats(" eps", x->eps);
-        Floats(" clip", {&x->clip, 1});
-      }
-      EndLine();
-    }
+    for (const Group& group : program_.groups) PrintGroup(group);
     for (const Module& module : program_.modules) {
-      out_ += "module ";
-      Int(module.id);
-      out_ += ' ';
+      Put("module ", module.id, ' ');
       AppendQuoted(out_, module.path);
-      out_ += ' ';
-      AppendQuoted(out_, module.class_name);
-      EndLine();
+      QuotedLine("", module.class_name);
     }
-    for (const Source& source : program_.sources) {
-      out_ += "source ";
-      Int(source.id);
-      out_ += ' ';
-      AppendQuoted(out_, source.place);
-      EndLine();
-    }
+    for (const Source& source : program_.sources) QuotedLine("source " + std::to_string(source.id), source.place);
     for (const Unit& unit : program_.units) {
       result_.unit_line.push_back(line_);
-      out_ += "unit u";
-      Int(unit.id);
-      out_ += " " + unit.axis + (unit.replicas.empty() ? "" : " replicas " + unit.replicas) + " ";
-      out_ += DTypeName(unit.dtype);
-      out_ += " numel ";
-      Int(unit.numel);
-      out_ += " shard ";
-      Int(unit.shard);
-      EndLine();
+      Put("unit u", unit.id, ' ', unit.axis);
+      if (!unit.replicas.empty()) Put(" replicas ", unit.replicas);
+      Line(' ', DTypeName(unit.dtype), " numel ", unit.numel, " shard ", unit.shard);
     }
+  }
+
+  void PrintGroup(const Group& group) {
+    Put("group ", group.id, ' ', group.optimizer);
+    if (group.rule != kNone) Put(' ', group.rule);
+    if (const std::optional<Orthogonal>& x = group.orthogonal; x) {
+      Put(" orthogonal apply ", x->apply, " steps ", x->steps);
+      Floats(" by", x->by);
+      Floats(" eps", {&x->eps, 1});
+      Put(" ratio ", x->ratio);
+    }
+    if (const std::optional<Factored>& x = group.factored; x) {
+      Put(" factored average ", x->average, " apply ", x->apply);
+      Floats(" eps", x->eps);
+      Floats(" clip", {&x->clip, 1});
+    }
+    Line();
   }
 
   void PrintRun(const OrderEntry& run) {
     result_.run_line.push_back(line_);
-    out_ += "run " + run.phase;
-    if (run.first != kNone) {
-      out_ += ' ';
-      Int(run.first);
-      if (run.count != 1) {
-        out_ += " x";
-        Int(run.count);
-      }
-    }
-    EndLine();
+    Put("run ", run.phase);
+    if (run.first != kNone) Put(' ', run.first);
+    if (run.first != kNone && run.count != 1) Put(" x", run.count);
+    Line();
   }
 
   void Named(std::string_view word, ValueId value, std::string_view name) {
@@ -366,104 +299,76 @@ class Printer {
   }
 
   void Declarations() {
-    for (const Param& param : program_.params) {
-      Named("param ", param.value, param.name);
-      out_ += param.trainable ? " trainable" : " frozen";
-      if (param.group != kNone) {
-        out_ += " group ";
-        Int(param.group);
-      }
-      if (param.unit != kNone) {
-        out_ += " unit u";
-        Int(param.unit);
-        out_ += '+';
-        Int(param.unit_offset);
-      }
-      for (const Cut& cut : param.cuts) {
-        out_ += " cut " + cut.axis + " ";
-        Int(cut.dim);
-        if (cut.blocks == 1) continue;
-        out_ += " blocks ";
-        Int(cut.blocks);
-      }
-      for (size_t i = 0; i < param.shared.size(); ++i) {
-        out_ += i > 0 ? "," : " shared ";
-        Int(param.shared[i]);
-      }
-      for (const std::string& alias : param.aliases) {
-        out_ += " alias ";
-        AppendQuoted(out_, alias);
-      }
-      EndLine();
-    }
+    for (const Param& param : program_.params) PrintParam(param);
     for (const Buffer& buffer : program_.buffers) {
       Named("buffer ", buffer.value, buffer.name);
-      out_ += buffer.persistent ? " persistent" : " plain";
-      EndLine();
+      Line(buffer.persistent ? " persistent" : " plain");
     }
     for (const Input& input : program_.inputs) {
       Named("input ", input.value, input.name);
-      EndLine();
+      Line();
     }
     for (const Const& constant : program_.consts) {
       Named("const ", constant.value, constant.name);
       out_ += " = ";
       Literal(constant.data);
-      EndLine();
+      Line();
     }
     for (const State& state : program_.states) {
       out_ += "state ";
       Decl(state.value);
       out_ += ' ';
-      if (state.unit != kNone) {
-        out_ += 'u';
-        Int(state.unit);
-        out_ += '.';
-      }
-      out_ += state.role;
-      out_ += state.persistent ? " persistent" : " step";
-      if (state.out) out_ += " out";
-      EndLine();
+      if (state.unit != kNone) Put('u', state.unit, '.');
+      Line(state.role, state.persistent ? " persistent" : " step", state.out ? " out" : "");
     }
   }
 
-  template <typename Items, typename Each>
-  void Listed(const Items& items, Each each) {
-    for (size_t i = 0; i < items.size(); ++i) {
-      if (i > 0) out_ += ", ";
-      each(items[i]);
+  void PrintParam(const Param& param) {
+    Named("param ", param.value, param.name);
+    out_ += param.trainable ? " trainable" : " frozen";
+    if (param.group != kNone) Put(" group ", param.group);
+    if (param.unit != kNone) Put(" unit u", param.unit, '+', param.unit_offset);
+    for (const Cut& cut : param.cuts) {
+      Put(" cut ", cut.axis, ' ', cut.dim);
+      if (cut.blocks != 1) Put(" blocks ", cut.blocks);
     }
+    if (!param.shared.empty()) out_ += " shared ";
+    Numbers(param.shared);
+    for (const std::string& alias : param.aliases) {
+      out_ += " alias ";
+      AppendQuoted(out_, alias);
+    }
+    Line();
   }
 
   void PrintPhase(const Phase& phase) {
     result_.phase_line.push_back(line_);
-    out_ += "phase " + phase.name + (phase.kind == PhaseKind::kStep ? " once takes (" : " takes (");
+    Put("phase ", phase.name, phase.kind == PhaseKind::kStep ? " once takes (" : " takes (");
     Listed(phase.takes, [&](ValueId value) { Decl(value); });
     out_ += ") gives (";
     Listed(phase.gives, [&](ValueId value) { ValueName(value); });
     out_ += ')';
-    for (size_t i = 0; i < phase.saves.size(); ++i) {
-      out_ += i > 0 ? ", " : " saves (";
-      ValueName(phase.saves[i].value);
-      out_ += " as " + phase.saves[i].name;
+    if (!phase.saves.empty()) {
+      out_ += " saves (";
+      Listed(phase.saves, [&](const Carried& save) { Put('%', save.value, " as ", save.name); });
+      out_ += ')';
     }
-    if (!phase.saves.empty()) out_ += ')';
-    for (size_t i = 0; i < phase.loads.size(); ++i) {
-      out_ += i > 0 ? ", " : " loads (";
-      Decl(phase.loads[i].value);
-      out_ += " of " + phase.loads[i].name;
+    if (!phase.loads.empty()) {
+      out_ += " loads (";
+      Listed(phase.loads, [&](const Carried& load) {
+        Decl(load.value);
+        Put(" of ", load.name);
+      });
+      out_ += ')';
     }
-    if (!phase.loads.empty()) out_ += ')';
-    out_ += " {";
-    EndLine();
+    Line(" {");
     for (OpId id : phase.ops) {
       out_ += "  ";
       result_.op_line[id] = line_;
       PrintOp(program_.op(id));
-      EndLine();
+      Line();
     }
-    out_ += '}';
-    EndLine();
+    Line('}');
   }
 
   const Program& program_;

@@ -458,6 +458,12 @@ void Program::Compact() {
   }
 }
 
+std::vector<ValueId> OperandValues(const Op& op) {
+  std::vector<ValueId> values;
+  ForEachOperand(op, [&](ValueId id) { values.push_back(id); });
+  return values;
+}
+
 void ReplaceUses(Program& program, Phase& phase, ValueId from, ValueId to) {
   auto replace = [&](ValueId& id) {
     if (id == from) id = to;

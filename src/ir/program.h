@@ -212,6 +212,9 @@ struct AxisGroup {
 // Of "dp" or "replica,dp"; an axis that the mesh lacks counts as one rank.
 AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes);
 std::vector<std::string_view> AxesOf(std::string_view axes);  // "replica,dp" → "replica", "dp"
+bool NamesAxis(std::string_view axes, std::string_view axis);
+// The rank symbols of the mesh's first rank, for what is the same on all.
+Binding FirstRank(const std::vector<Axis>& mesh);
 // Where ranks along several axes exchange in rows and columns: how many a row has, those along the last axis of more
 // than one rank. 0: there is no other such axis.
 int64_t RowOf(const std::vector<Axis>& mesh, std::string_view axes);
@@ -422,6 +425,17 @@ template <typename F>
 void ForEachOperand(Op& op, F&& f);
 template <typename F>
 void ForEachOperand(const Op& op, F&& f);
+// Whether f(ValueId) holds for one of them.
+template <typename F>
+bool AnyOperand(const Op& op, F&& f);
+std::vector<ValueId> OperandValues(const Op& op);
+// Calls f(const Op&) for every op of every phase, in text order.
+template <typename F>
+void ForEachOp(const Program& program, F&& f) {
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) f(program.op(id));
+  }
+}
 // Replaces uses of `from` by `to` in the ops of a phase, its gives and `writes`.
 void ReplaceUses(Program& program, Phase& phase, ValueId from, ValueId to);
 
@@ -445,6 +459,12 @@ template <typename F>
 void ForEachOperand(const Op& op, F&& f) {
   for (const Arg& a : op.args) internal::WalkArg(a, f);
   for (const NamedArg& n : op.named) internal::WalkArg(n.arg, f);
+}
+template <typename F>
+bool AnyOperand(const Op& op, F&& f) {
+  bool any = false;
+  ForEachOperand(op, [&](ValueId id) { any = any || f(id); });
+  return any;
 }
 
 }  // namespace interlace

@@ -1,6 +1,7 @@
 #include "ir/program_set.h"
 
 #include "base/digest.h"
+#include "base/files.h"
 #include "base/scan.h"
 #include "base/suggest.h"
 #include "ir/text.h"
@@ -80,6 +81,12 @@ class SetParser {
 
 Result<ProgramSet> ParseProgramSet(std::string_view text, std::string_view file, const ReadText& read) {
   return SetParser(text, file, read).Run();
+}
+
+Result<ProgramSet> ReadProgramSet(const std::string& path) {
+  INTERLACE_ASSIGN(const std::string text, ReadFile(path));
+  const std::string folder = path.substr(0, path.rfind('/') + 1);  // empty when it has none
+  return ParseProgramSet(text, path, [&](const std::string& file) { return ReadFile(folder + file); });
 }
 
 std::string PrintProgramSet(const ProgramSet& set) {

@@ -32,6 +32,8 @@ struct ProgramSet {
 // another digest.
 using ReadText = std::function<Result<std::string>(const std::string& file)>;
 Result<ProgramSet> ParseProgramSet(std::string_view text, std::string_view file, const ReadText& read);
+// The set of a file, whose stages' files lie beside it.
+Result<ProgramSet> ReadProgramSet(const std::string& path);
 // The set's own text, with the digests of the printed programs.
 std::string PrintProgramSet(const ProgramSet& set);
 

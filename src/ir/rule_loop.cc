@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/append.h"
 #include "base/digest.h"
 #include "ir/op_table.h"
 
@@ -110,17 +111,14 @@ class Writer {
                       math + " F;\n";
     for (int r = 0; r < flats_; ++r) {
       if (!Reads(r) && !Writes(r)) continue;
-      const std::string place = std::to_string(r);
-      out += "  " + type + "* __restrict const p" + place + " = (" + type + "*)flats[" + place + "];\n";
+      Append(out, "  ", type, "* __restrict const p", r, " = (", type, "*)flats[", r, "];\n");
     }
     if (Reads(1)) out += "  const F s = (F)scale;\n";
-    for (int n = 0; n < form_.numbers; ++n) {
-      out += "  const F n" + std::to_string(n) + " = (F)numbers[" + std::to_string(n) + "];\n";
-    }
+    for (int n = 0; n < form_.numbers; ++n) Append(out, "  const F n", n, " = (F)numbers[", n, "];\n");
     for (int n = 0; n < form_.numbers; ++n) {
       const auto weighs = [n](const RuleOp& op) { return IsWeight(op) && NumberIndex(op.operands[2]) == n; };
       if (!std::any_of(form_.ops.begin(), form_.ops.end(), weighs)) continue;
-      out += "  const weight<F> c" + std::to_string(n) + "(n" + std::to_string(n) + ");\n";
+      Append(out, "  const weight<F> c", n, "(n", n, ");\n");
     }
     // A flat that is written and never read takes a third longer than one that is read as well: its lines come late.
     bool only_written = false;
@@ -128,13 +126,13 @@ class Writer {
     if (only_written) out += "  volatile int zero = 0;\n  const int none = zero;\n";
     out += "#pragma GCC ivdep\n  for (long i = begin; i < end; ++i) {\n    F ";
     for (int r = 0; r < form_.registers; ++r) {
-      out += (r == 0 ? "" : ", ") + Name(static_cast<RuleOperand>(r));
-      if (r < flats_ && Reads(r)) out += " = F(p" + std::to_string(r) + "[i])" + (r == 1 ? " * s" : "");
+      Append(out, r == 0 ? "" : ", ", Name(static_cast<RuleOperand>(r)));
+      if (r < flats_ && Reads(r)) Append(out, " = F(p", r, "[i])", r == 1 ? " * s" : "");
     }
     out += ";\n";
     for (const RuleOp& op : form_.ops) {
       const RuleTraits& traits = TraitsOf(op.code);
-      out.append("    ").append(Name(op.result)).append(" = ").append(traits.name).append("(");
+      Append(out, "    ", Name(op.result), " = ", traits.name, '(');
       for (int i = 0; i < traits.operands; ++i) {
         out += i == 0 ? "" : ", ";
         out += i == 2 && IsWeight(op) ? "c" + std::to_string(NumberIndex(op.operands[i])) : Name(op.operands[i]);
@@ -145,7 +143,7 @@ class Writer {
       if (!Writes(r)) continue;
       const std::string place = "p" + std::to_string(r) + "[i]", value = Name(static_cast<RuleOperand>(r));
       const std::string given = Reads(r) ? value : "over(F(" + place + "), " + value + ", none)";
-      out += "    " + place + " = " + type + "(" + given + ");\n";
+      Append(out, "    ", place, " = ", type, '(', given, ");\n");
     }
     return out + "  }\n}\n";
   }
@@ -185,19 +183,16 @@ RuleLoopText LoopOf(const RuleForm& form, int states, DType dtype) {
 
 std::string RuleLoopsOf(const Program& program, bool on_host) {
   std::vector<RuleLoopText> loops;
-  for (const Phase& phase : program.phases) {
-    for (const OpId id : phase.ops) {
-      const Op& op = program.op(id);
-      if (op.kind != OpKind::kUpdateRule || (on_host && !StepsOnHost(op))) continue;
-      const DType dtype = program.value(op.args[0].value).type.dtype;
-      const std::vector<Arg>& ranges = op.Attr("ranges")->list;
-      for (size_t i = 2; i < ranges.size(); i += 3) {
-        const UpdateRule& rule = program.rules[program.groups[ranges[i].integer.value].rule];
-        const int states = static_cast<int>(rule.states.size());
-        for (const RuleForm& form : rule.forms) loops.push_back(LoopOf(form, states, dtype));
-      }
+  ForEachOp(program, [&](const Op& op) {
+    if (op.kind != OpKind::kUpdateRule || (on_host && !StepsOnHost(op))) return;
+    const DType dtype = program.value(op.args[0].value).type.dtype;
+    const std::vector<Arg>& ranges = op.Attr("ranges")->list;
+    for (size_t i = 2; i < ranges.size(); i += 3) {
+      const UpdateRule& rule = program.rules[program.groups[ranges[i].integer.value].rule];
+      const int states = static_cast<int>(rule.states.size());
+      for (const RuleForm& form : rule.forms) loops.push_back(LoopOf(form, states, dtype));
     }
-  }
+  });
   return loops.empty() ? "" : FileOf(loops);
 }
 

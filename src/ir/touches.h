@@ -64,4 +64,11 @@ void ForEachTouch(const Program& program, const Phase& phase, Skip&& skip, Visit
   }
 }
 
+// By every op.
+template <typename Visit>
+void ForEachTouch(const Program& program, const Phase& phase, Visit&& visit) {
+  ForEachTouch(
+      program, phase, [](const Op&) { return false; }, visit);
+}
+
 }  // namespace interlace

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/append.h"
 #include "ir/verify_internal.h"
 
 namespace interlace {
@@ -51,8 +52,7 @@ class Structure {
         for (ValueId id : program_.op(op).results) {
           if (id == kNone || !program_.HasValue(id)) continue;
           phase_of_value_[id] = &phase;
-          if (definitions[id] != kNone)
-            report_.AtOp(program_.op(op), "%" + std::to_string(id) + " is defined twice", id);
+          if (definitions[id] != kNone) report_.AtOp(program_.op(op), Joined("%", id, " is defined twice"), id);
           definitions[id] = op;
         }
       }
@@ -183,8 +183,7 @@ class Structure {
     for (ValueId id : incoming) {
       const Value& root = program_.value(SafeRoot(id));
       if (available_[root.id] != kAlways && available_[root.id] != index) {
-        report_.AtPhase(
-            phase, "%" + std::to_string(id) + " lies in %" + std::to_string(root.id) + ", which must be taken too");
+        report_.AtPhase(phase, Joined("%", id, " lies in %", root.id, ", which must be taken too"));
       }
     }
     for (OpId id : phase.ops) RunOp(program_.op(id));
@@ -215,8 +214,7 @@ class Structure {
       return name + " belongs to phase '" + other->name + "'; hand it over by gives and takes";
     }
     OpId release = released_by_[SafeRoot(id)];
-    if (release != kNone)
-      return name + " is used after its storage %" + std::to_string(program_.RootOf(id)) + " was released";
+    if (release != kNone) return Joined(name, " is used after its storage %", program_.RootOf(id), " was released");
     return "";
   }
 
@@ -282,10 +280,7 @@ class Structure {
       if (!program_.HasValue(id)) return;
       const Value& value = program_.value(id);
       if (value.root != id) {
-        report_.AtOp(
-            op,
-            "release takes the root of a storage; %" + std::to_string(id) + " lies in %" + std::to_string(value.root),
-            id);
+        report_.AtOp(op, Joined("release takes the root of a storage; %", id, " lies in %", value.root), id);
       } else if (value.kind != ValueKind::kResult && value.kind != ValueKind::kTake) {
         report_.AtOp(op, "%" + std::to_string(id) + " cannot be released; only results and takes can", id);
       } else if (released_by_[id] == kNone) {

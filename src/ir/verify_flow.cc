@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "base/append.h"
 #include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/verify_internal.h"
@@ -150,9 +151,7 @@ class Flow {
         if (flights_[i].result != id) continue;
         const Op& start = program_.op(flights_[i].start);
         if (TraitsOf(op).partner != start.kind) {
-          Report(op,
-                 "%" + std::to_string(id) + " comes from " + start.name + "; wait for it with " +
-                     std::string(TransferName(start)) + ".wait",
+          Report(op, Joined("%", id, " comes from ", start.name, "; wait for it with ", TransferName(start), ".wait"),
                  id);
         }
         flights_.erase(flights_.begin() + static_cast<ptrdiff_t>(i));

@@ -3,6 +3,7 @@
 #include <map>
 #include <set>
 
+#include "base/append.h"
 #include "base/suggest.h"
 #include "ir/verify_internal.h"
 
@@ -179,13 +180,11 @@ class Whole {
     }
     const int64_t said = stage.ranks[static_cast<size_t>(stage.index)];
     if (all != program_.AxisSize(stage.axis)) {
-      report_.AtProgram("its stages have " + std::to_string(all) + " ranks, and axis " + stage.axis + " has " +
-                        std::to_string(program_.AxisSize(stage.axis)) + "; write 'mesh " + stage.axis + " " +
-                        std::to_string(all) + "'");
+      report_.AtProgram(Joined("its stages have ", all, " ranks, and axis ", stage.axis, " has ",
+                               program_.AxisSize(stage.axis), "; write 'mesh ", stage.axis, " ", all, "'"));
     }
     if (own != said) {
-      report_.AtProgram("stage " + std::to_string(stage.index) + " has " + std::to_string(said) +
-                        " ranks, and its other axes have " + std::to_string(own));
+      report_.AtProgram(Joined("stage ", stage.index, " has ", said, " ranks, and its other axes have ", own));
     }
   }
 
@@ -223,9 +222,8 @@ class Whole {
                                     " elements, must be a multiple of " + std::to_string(kUnitAlignment));
       }
       if (__builtin_mul_overflow(unit.shard, axis, &total) || total != unit.numel) {
-        report_.AtUnit(unit.id, "numel of u" + std::to_string(unit.id) + " must be shard times the size of " +
-                                    unit.axis + ", " + std::to_string(unit.shard) + " * " + std::to_string(axis) +
-                                    ", not " + std::to_string(unit.numel));
+        report_.AtUnit(unit.id, Joined("numel of u", unit.id, " must be shard times the size of ", unit.axis, ", ",
+                                       unit.shard, " * ", axis, ", not ", unit.numel));
       }
     }
     std::map<UnitId, std::vector<const Param*>> layout;
@@ -238,9 +236,8 @@ class Whole {
       const Unit& unit = program_.units[state.unit];
       auto count = NumericElements(program_.value(state.value).type);
       if (count && *count != unit.shard && *count != unit.numel) {
-        report_.AtValue(state.value, "a state of u" + std::to_string(unit.id) + " has " + std::to_string(unit.shard) +
-                                         " (its shard) or " + std::to_string(unit.numel) + " elements, not " +
-                                         std::to_string(*count));
+        report_.AtValue(state.value, Joined("a state of u", unit.id, " has ", unit.shard, " (its shard) or ",
+                                            unit.numel, " elements, not ", *count));
       }
     }
   }
@@ -264,10 +261,9 @@ class Whole {
       std::set<std::string_view> others;
       for (const Cut& cut : other.cuts) others.insert(cut.axis);
       if (axes == others) continue;
-      report_.AtValue(param.value, "parameters '" + other.name + "' and '" + param.name + "' of u" +
-                                       std::to_string(param.unit) +
-                                       " are cut over different axes; give them units of their own, so that a norm "
-                                       "counts each element once");
+      report_.AtValue(param.value, Joined("parameters '", other.name, "' and '", param.name, "' of u", param.unit,
+                                          " are cut over different axes; give them units of their own, so that a norm "
+                                          "counts each element once"));
     }
   }
 
@@ -308,9 +304,8 @@ class Whole {
       std::string name = "parameter '" + param->name + "'";
       if (type.dtype != unit.dtype) report_.AtValue(param->value, name + " has another dtype than its unit");
       if (param->unit_offset % kUnitAlignment != 0 || param->unit_offset < 0) {
-        report_.AtValue(param->value, name + " starts at element " + std::to_string(param->unit_offset) + " of u" +
-                                          std::to_string(unit.id) + "; it must be a multiple of " +
-                                          std::to_string(kUnitAlignment));
+        report_.AtValue(param->value, Joined(name, " starts at element ", param->unit_offset, " of u", unit.id,
+                                             "; it must be a multiple of ", kUnitAlignment));
       }
       auto count = NumericElements(type);
       if (!count) {
@@ -322,8 +317,7 @@ class Whole {
       }
       int64_t end = 0;
       if (__builtin_add_overflow(param->unit_offset, *count, &end) || end > unit.numel) {
-        report_.AtValue(param->value, name + " ends beyond u" + std::to_string(unit.id) + ", which has " +
-                                          std::to_string(unit.numel) + " elements");
+        report_.AtValue(param->value, Joined(name, " ends beyond u", unit.id, ", which has ", unit.numel, " elements"));
         continue;
       }
       if (end > used) {

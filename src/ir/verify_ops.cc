@@ -5,6 +5,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "base/append.h"
 #include "base/suggest.h"
 #include "ir/op_table.h"
 #include "ir/residency.h"
@@ -157,8 +158,7 @@ class Meaning : OpChecks {
     ValueId target = op.args[0].value, value = op.args[1].value;
     const Param* param = param_of_[target];
     if (param == nullptr || !param->trainable) {
-      report_.AtOp(op,
-                   "the first operand of grad must be a trainable parameter; %" + std::to_string(target) + " is none",
+      report_.AtOp(op, Joined("the first operand of grad must be a trainable parameter; %", target, " is none"),
                    target);
       return;
     }
@@ -308,14 +308,12 @@ class Meaning : OpChecks {
       int64_t start = ranges->list[i].integer.value, end = ranges->list[i + 1].integer.value;
       int64_t group = ranges->list[i + 2].integer.value;
       if (start < before || end < start || end > unit.numel) {
-        report_.AtOp(op, "range " + std::to_string(start) + " to " + std::to_string(end) +
-                             " must follow the one before it and lie within u" + std::to_string(unit.id) + " (" +
-                             std::to_string(unit.numel) + " elements)");
+        report_.AtOp(op, Joined("range ", start, " to ", end, " must follow the one before it and lie within u",
+                                unit.id, " (", unit.numel, " elements)"));
         return;
       }
       if (group < 0 || group >= static_cast<int64_t>(program_.groups.size())) {
-        report_.AtOp(op, "group " + std::to_string(group) + " of range " + std::to_string(start) + " to " +
-                             std::to_string(end) + " is not declared");
+        report_.AtOp(op, Joined("group ", group, " of range ", start, " to ", end, " is not declared"));
         return;
       }
       before = end;

@@ -1,6 +1,7 @@
 // The report all parts of the verifier write to, and what they ask about places.
 #include <algorithm>
 
+#include "base/append.h"
 #include "base/scan.h"
 #include "base/sort.h"
 #include "ir/verifier.h"
@@ -116,9 +117,7 @@ bool OpChecks::Shape(const Op& op, size_t min_args, size_t max_args, size_t resu
 void OpChecks::Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning) {
   const auto count = NumericElements(TypeOf(id));
   if (count && *count == wanted) return;
-  report_.AtOp(op,
-               "%" + std::to_string(id) + " must have " + std::to_string(wanted) +
-                   (wanted == 1 ? " element (" : " elements (") + meaning + ")",
+  report_.AtOp(op, Joined("%", id, " must have ", wanted, wanted == 1 ? " element (" : " elements (", meaning, ")"),
                id);
 }
 

@@ -5,6 +5,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "base/append.h"
 #include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/verify_internal.h"
@@ -25,10 +26,8 @@ class Walk {
         report_.AtValue(state.value, "only a state that owns its storage can be 'out'");
       place_[state.value] = Place::kOut;
     }
-    for (const Phase& phase : program_.phases) {
-      for (OpId id : phase.ops) any = any || MoveOf(program_.op(id)) != nullptr;
-    }
-    if (!any && !AnyOnHost()) return;
+    ForEachOp(program_, [&](const Op& op) { any = any || MoveOf(op) != nullptr || StepsOnHost(op); });
+    if (!any) return;
     const Phase* last = nullptr;
     for (const auto& [phase, count] : program_.RunOrder()) {
       for (int64_t i = 0; i < std::min<int64_t>(count, 2); ++i) RunPhase(*phase);
@@ -49,15 +48,6 @@ class Walk {
   }
 
  private:
-  bool AnyOnHost() const {
-    for (const Phase& phase : program_.phases) {
-      for (OpId id : phase.ops) {
-        if (StepsOnHost(program_.op(id))) return true;
-      }
-    }
-    return false;
-  }
-
   Place PlaceOf(ValueId root) const {
     auto found = place_.find(root);
     return found == place_.end() ? Place::kIn : found->second;
@@ -106,17 +96,12 @@ class Walk {
     }
     const Place now = PlaceOf(id);
     if (now != move.from) {
-      Report(op,
-             "%" + std::to_string(id) + " is " + std::string(PlaceName(now)) + " here; " + op.name + " needs it " +
-                 std::string(PlaceName(move.from)),
-             id);
+      Report(op, Joined("%", id, " is ", PlaceName(now), " here; ", op.name, " needs it ", PlaceName(move.from)), id);
     }
     if (move.to == Place::kLeaving && IsClean(op) && !clean_.contains(id)) {
       // What ends with the step may be given up: then only fresh memory may come.
       if (value.kind != ValueKind::kState || Persistent(id)) {
-        Report(op,
-               "%" + std::to_string(id) +
-                   " was written since it came back, or never was in the tier; leave out clean=true",
+        Report(op, Joined("%", id, " was written since it came back, or never was in the tier; leave out clean=true"),
                id);
       }
       lost_.emplace(id, op.id);
@@ -148,26 +133,19 @@ class Walk {
     auto touch = [&](ValueId id) {
       const Place now = PlaceOf(program_.RootOf(id));
       if (now == Place::kOut || now == Place::kComing)
-        Report(op,
-               "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) +
-                   "; reload it and wait first",
-               id);
+        Report(op, Joined("%", id, " is used while its storage is ", PlaceName(now), "; reload it and wait first"), id);
     };
     auto write = [&](ValueId id, const char* verb) {
       clean_.erase(program_.RootOf(id));
       blank_.erase(program_.RootOf(id));
       if (PlaceOf(program_.RootOf(id)) == Place::kLeaving)
-        Report(op,
-               "%" + std::to_string(id) + " is " + verb +
-                   " while its storage is on its way out; wait for the offload first",
+        Report(op, Joined("%", id, " is ", verb, " while its storage is on its way out; wait for the offload first"),
                id);
     };
     ForEachOperand(op, [&](ValueId id) {
       touch(id);
       if (!blank_.contains(program_.RootOf(id)) || op.kind == OpKind::kRelease) return;
-      Report(op,
-             "%" + std::to_string(id) + " is read before anything is written to it: its memory came with fresh=true",
-             id);
+      Report(op, Joined("%", id, " is read before anything is written to it: its memory came with fresh=true"), id);
     });
     for (ValueId id : op.writes) touch(id);
     for (ValueId id : op.results) {
@@ -197,16 +175,12 @@ class Walk {
       const Place now = PlaceOf(program_.RootOf(id));
       if (i >= FlatOperands(op)) {
         if (now != Place::kIn)
-          Report(op,
-                 "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) +
-                     "; reload it and wait first",
+          Report(op, Joined("%", id, " is used while its storage is ", PlaceName(now), "; reload it and wait first"),
                  id);
         continue;
       }
       if (program_.RootOf(id) != id) {
-        Report(op,
-               "a step on the host works on whole storages; %" + std::to_string(id) + " is a part of %" +
-                   std::to_string(program_.RootOf(id)),
+        Report(op, Joined("a step on the host works on whole storages; %", id, " is a part of %", program_.RootOf(id)),
                id);
       } else if (now != Place::kOut) {
         Report(op,

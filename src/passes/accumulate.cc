@@ -183,8 +183,7 @@ class VariantWriter {
     ForEachOperand(reduce, [&](ValueId flat) {
       const Landing* landing = LandingOf(flat);
       if (!Widens(landing)) return;
-      Op& copy = NewOp(OpKind::kCopy, reduce);
-      copy.args = {Arg::Of(landing->full_grad)};
+      Op& copy = NewOp(OpKind::kCopy, reduce, {landing->full_grad});
       new_[flat] = program_.AddResult(copy, program_.value(flat).type);
     });
   }
@@ -193,8 +192,7 @@ class VariantWriter {
   ValueId Contribute(const Value& place, ValueId source, const Op& tags) {
     ValueId state = Target(place.root);
     if (Adds()) return AddInto(place, state, place.offset, source, tags);
-    Op& copy = NewOp(OpKind::kCopy, tags);
-    copy.args = {Arg::Of(source)};
+    Op& copy = NewOp(OpKind::kCopy, tags, {source});
     Type type = place.type;
     type.dtype = program_.value(state).type.dtype;
     return program_.AddPlaced(copy, std::move(type), state, place.offset);
@@ -222,8 +220,7 @@ class VariantWriter {
     type.dtype = program_.value(state).type.dtype;
     ValueId part = state;
     if (!(offset == Dim(0)) || !(type == program_.value(state).type)) {
-      Op& view = NewOp(OpKind::kView, tags);
-      view.args = {Arg::Of(state)};
+      Op& view = NewOp(OpKind::kView, tags, {state});
       part = program_.AddView(view, type, state, offset);
     }
     Op& add = NewOp(name, tags);
@@ -235,9 +232,8 @@ class VariantWriter {
   }
 
   template <typename KindOrName>
-  Op& NewOp(KindOrName what, const Op& tags) {
-    Op& op = program_.AddOp(what);
-    CopyTags(tags, op);
+  Op& NewOp(KindOrName what, const Op& tags, std::initializer_list<ValueId> operands = {}) {
+    Op& op = AddLike(program_, tags, what, operands);
     phase_.ops.push_back(op.id);
     return op;
   }
@@ -286,9 +282,7 @@ class VariantWriter {
     if (from.placed || plan_.sums.count(old) > 0 || !Fresh(landing, from.root)) return Ok{};
     // A view of a gradient that has a storage of its own here. Which one, says where the first rank's lies: each rank's
     // part of a whole gradient, where a parameter that is cut has the same, lies in one.
-    Binding first;
-    for (const Axis& axis : program_.mesh) first["rank_" + axis.name] = 0;
-    const Result<int64_t> at = program_.dims.Evaluate(from.offset, first);
+    const Result<int64_t> at = program_.dims.Evaluate(from.offset, FirstRank(program_.mesh));
     for (ValueId id : landing->contributions) {
       const Value& whole = program_.value(id);
       int64_t bytes = DTypeBytes(from.type.dtype), whole_bytes = DTypeBytes(whole.type.dtype);

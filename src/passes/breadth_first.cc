@@ -131,10 +131,7 @@ class BreadthFirstWriter {
   }
 
   bool ReadsWeight(const Op& op) const {
-    if (op.kind == OpKind::kGrad) return false;
-    bool reads = false;
-    ForEachOperand(op, [&](ValueId v) { reads = reads || weight_[v]; });
-    return reads;
+    return op.kind != OpKind::kGrad && AnyOperand(op, [&](ValueId v) { return weight_[v] != 0; });
   }
 
   void AddInputs() {

@@ -140,9 +140,7 @@ class PhaseCanonicalizer {
     }
     changed_ = true;
     for (ValueId id : fresh) {
-      Op& view = program_.AddOp(OpKind::kView);
-      CopyTags(op, view);
-      view.args = {Arg::Of(program_.RootOf(id))};
+      Op& view = AddLike(program_, op, OpKind::kView, {program_.RootOf(id)});
       view.results = {id};
       program_.value(id).def = view.id;
       program_.value(id).result_index = 0;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/append.h"
 #include "base/scan.h"
 #include "ir/op_table.h"
 #include "ir/pending.h"
@@ -83,17 +84,13 @@ std::string Line(const std::string& name, const Row& row, const std::string& rem
 // How the optimizer steps stand.
 std::string Updates(const Program& program, bool overlaps) {
   int64_t pending = 0, updates = 0;
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops) {
-      if (!IsUpdate(program.op(id))) continue;
-      ++updates;
-      pending += IsPending(program.op(id)) ? 1 : 0;
-    }
-  }
+  ForEachOp(program, [&](const Op& op) {
+    if (!IsUpdate(op)) return;
+    ++updates;
+    pending += IsPending(op) ? 1 : 0;
+  });
   if (pending == 0) return overlaps ? "of each unit when its gradient is complete" : "after the last micro-batch";
-  const std::string of = pending == updates
-                             ? "of each unit"
-                             : "of " + std::to_string(pending) + " of " + std::to_string(updates) + " units";
+  const std::string of = pending == updates ? "of each unit" : Joined("of ", pending, " of ", updates, " units");
   return of + " in the next step, before its first use";
 }
 
@@ -107,8 +104,7 @@ std::string Calls(const std::vector<Schedule::Bucket>& buckets, const char* at_o
     most = std::max(most, bucket.ahead);
   }
   const auto show = [&](int32_t n) { return n < Schedule::kAtOnce ? std::to_string(n) : std::string(at_once); };
-  return std::to_string(buckets.size()) + " calls of " + std::to_string(units) + " units, " + show(least) +
-         (most > least ? " to " + show(most) : "");
+  return Joined(buckets.size(), " calls of ", units, " units, ", show(least), most > least ? " to " + show(most) : "");
 }
 
 std::string DecisionsText(const Program& program, const Row& chosen) {
@@ -128,8 +124,7 @@ std::string DecisionsText(const Program& program, const Row& chosen) {
     if (!PendingOps(program).empty()) line("optimizer step", Updates(program, overlaps));
     return text;
   }
-  line("kept gathered",
-       std::to_string(schedule->keep.size()) + " of " + std::to_string(program.units.size()) + " units");
+  line("kept gathered", Joined(schedule->keep.size(), " of ", program.units.size(), " units"));
   for (auto [title, list] :
        {std::pair{"gathers of forward", &schedule->forward}, std::pair{"gathers of backward", &schedule->backward}}) {
     if (!list->empty()) line(title, Calls(*list, "as early as possible") + " steps ahead");

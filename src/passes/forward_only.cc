@@ -87,11 +87,7 @@ class Kept {
     for (OpId id : std::vector<OpId>(ops)) {  // what the backward part would wait for
       const Op& op = std::as_const(program_).op(id);
       if (op.kind != OpKind::kSendStart || waited.contains(op.results[0])) continue;
-      const ValueId token = op.results[0];
-      Op& wait = program_.AddOp(OpKind::kSendWait);
-      CopyTags(op, wait);
-      wait.args = {Arg::Of(token)};
-      ops.push_back(wait.id);
+      ops.push_back(AddLike(program_, op, OpKind::kSendWait, {op.results[0]}).id);
       changed = true;
     }
     phase.ops = std::move(ops);

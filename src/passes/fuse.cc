@@ -311,8 +311,7 @@ class Fuser {
     std::vector<ValueId> operands;
     const int32_t func = AddFunc(program_, BodyOf(region, operands));
     const Op& last = At(region.ops.back());
-    Op& call = program_.AddOp(CallOf(func));
-    CopyTags(last, call);
+    Op& call = AddLike(program_, last, CallOf(func));
     for (ValueId id : operands) call.args.push_back(Arg::Of(id));
     for (ValueId id : region.gives) {
       program_.value(id).def = call.id;

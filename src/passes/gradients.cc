@@ -125,14 +125,6 @@ class Placer {
   const Param& ParamOf(const Gradient& gradient) const { return program_.params[gradient.param]; }
   const Unit& UnitOf(const Gradient& gradient) const { return program_.units[ParamOf(gradient).unit]; }
 
-  template <typename KindOrName>
-  Op& NewOp(KindOrName what, const Op& tags, UnitId unit) {
-    Op& op = program_.AddOp(what);
-    CopyTags(tags, op);
-    if (unit != kNone) op.units = {unit};
-    return op;
-  }
-
   // Adds the state and the flat buffer, and makes the gradient land there.
   void Land(Gradient& gradient) {
     const Param& param = ParamOf(gradient);
@@ -148,11 +140,13 @@ class Placer {
     gradient.flat = gradient.state;
     bool padded = !(program_.NumElements(program_.value(param.value).type) == Dim(unit.numel));
     if (!options_.Alone()) {
-      Op& begin = NewOp(OpKind::kGradBegin, at, unit.id);
+      Op& begin = AddLike(program_, at, OpKind::kGradBegin);
+      begin.units = {unit.id};
       gradient.flat = program_.AddResult(begin, FlatType(gradient.dtype, unit.numel));
       insert(begin.id);
     } else if (padded) {
-      Op& begin = NewOp(OpKind::kGradBegin, at, unit.id);
+      Op& begin = AddLike(program_, at, OpKind::kGradBegin);
+      begin.units = {unit.id};
       program_.AddPlaced(begin, FlatType(unit.dtype, unit.numel), gradient.state, Dim(0));
       insert(begin.id);
     }
@@ -166,8 +160,7 @@ class Placer {
         if (edit_.op(use).kind != OpKind::kGrad) gradient.last_use = std::max(gradient.last_use, use);
       }
     } else {
-      Op& copy = NewOp(OpKind::kCopy, at, kNone);
-      copy.args.push_back(Arg::Of(value));
+      Op& copy = AddLike(program_, at, OpKind::kCopy, {value});
       Type type = program_.value(param.value).type;
       type.dtype = program_.value(gradient.flat).type.dtype;
       program_.AddPlaced(copy, std::move(type), gradient.flat, Dim(param.unit_offset));
@@ -184,11 +177,10 @@ class Placer {
     const Op& tags = edit_.op(more.done);
     Type type = program_.value(param.value).type;
     type.dtype = program_.value(gradient.flat).type.dtype;
-    Op& view = NewOp(OpKind::kView, tags, kNone);
-    view.args = {Arg::Of(gradient.flat)};
+    Op& view = AddLike(program_, tags, OpKind::kView, {gradient.flat});
     const ValueId part = program_.AddView(view, type, gradient.flat, Dim(param.unit_offset));
     const bool product = more.product && program_.value(more.value).type == type;
-    Op& add = NewOp(product ? "aten.addmm_" : "aten.add_.Tensor", tags, kNone);
+    Op& add = AddLike(program_, tags, product ? "aten.addmm_" : "aten.add_.Tensor");
     add.args = product ? tags.args : std::vector<Arg>{Arg::Of(more.value)};
     add.args.insert(add.args.begin(), Arg::Of(part));
     add.writes = {part};
@@ -249,14 +241,14 @@ class Placer {
         continue;
       }
       FinishReduce(started, gradient.done, here);
-      if (whole_) WaitGather(Gather(started, here), edit_.op(gradient.done), here);
+      if (whole_) here(WaitGather(Gather(started, here), gradient));
     }
     auto at_end = [&](OpId op) { edit_.AtEnd(op); };
     for (Started& started : pending) {
       FinishReduce(started, edit_.size(), at_end);
       if (whole_) gathers.push_back(Gather(started, at_end));
     }
-    for (ValueId full : gathers) WaitGather(full, edit_.op(gradients_.back().done), at_end);
+    for (ValueId full : gathers) at_end(WaitGather(full, gradients_.back()));
   }
 
   int64_t FlatBytes(const Gradient& gradient) const { return UnitOf(gradient).numel * DTypeBytes(gradient.dtype); }
@@ -278,8 +270,8 @@ class Placer {
   template <typename F>
   Started StartReduce(const Gradient& gradient, F&& here) {
     const Unit& unit = UnitOf(gradient);
-    Op& op = NewOp(OpKind::kReduceStart, edit_.op(gradient.done), unit.id);
-    op.args.push_back(Arg::Of(gradient.flat));
+    Op& op = AddLike(program_, edit_.op(gradient.done), OpKind::kReduceStart, {gradient.flat});
+    op.units = {unit.id};
     ValueId part = gradient.dtype == unit.dtype ? PlacePart(op, gradient)
                                                 : program_.AddResult(op, FlatType(gradient.dtype, unit.shard));
     here(op.id);
@@ -298,15 +290,11 @@ class Placer {
   void FinishReduce(Started& started, int32_t now, F&& here) {
     const Gradient& gradient = *started.gradient;
     const Op& tags = edit_.op(gradient.done);
-    Op& wait = NewOp(OpKind::kReduceWait, tags, kNone);
-    wait.args.push_back(Arg::Of(started.part));
-    here(wait.id);
-    Op& release = NewOp(OpKind::kRelease, tags, kNone);
-    release.args.push_back(Arg::Of(gradient.flat));
-    gradient.last_use <= now ? here(release.id) : edit_.After(gradient.last_use, release.id);
+    here(AddLike(program_, tags, OpKind::kReduceWait, {started.part}).id);
+    const OpId release = AddLike(program_, tags, OpKind::kRelease, {gradient.flat}).id;
+    gradient.last_use <= now ? here(release) : edit_.After(gradient.last_use, release);
     if (gradient.dtype == UnitOf(gradient).dtype) return;
-    Op& widen = NewOp(OpKind::kCopy, tags, kNone);
-    widen.args.push_back(Arg::Of(started.part));
+    Op& widen = AddLike(program_, tags, OpKind::kCopy, {started.part});
     started.part = PlacePart(widen, gradient);
     here(widen.id);
   }
@@ -315,18 +303,15 @@ class Placer {
   template <typename F>
   ValueId Gather(const Started& started, F&& here) {
     const Unit& unit = UnitOf(*started.gradient);
-    Op& op = NewOp(OpKind::kGatherStart, edit_.op(started.gradient->done), unit.id);
-    op.args.push_back(Arg::Of(started.part));
+    Op& op = AddLike(program_, edit_.op(started.gradient->done), OpKind::kGatherStart, {started.part});
+    op.units = {unit.id};
     ValueId full = program_.AddPlaced(op, FlatType(unit.dtype, unit.numel), started.gradient->state, Dim(0));
     here(op.id);
     return full;
   }
 
-  template <typename F>
-  void WaitGather(ValueId full, const Op& tags, F&& here) {
-    Op& wait = NewOp(OpKind::kGatherWait, tags, kNone);
-    wait.args.push_back(Arg::Of(full));
-    here(wait.id);
+  OpId WaitGather(ValueId full, const Gradient& tags) {
+    return AddLike(program_, edit_.op(tags.done), OpKind::kGatherWait, {full}).id;
   }
 
   Program& program_;

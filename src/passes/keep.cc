@@ -84,11 +84,9 @@ class PhaseRewriter {
  private:
   // Whether an op has an operand that is replaced.
   bool Uses(OpId id) const {
-    bool uses = false;
     const Op& op = std::as_const(program_).op(id);
-    ForEachOperand(op, [&](ValueId operand) { uses = uses || kept_.contains(operand); });
-    for (ValueId written : op.writes) uses = uses || kept_.contains(written);
-    return uses;
+    const auto replaced = [&](ValueId value) { return kept_.contains(value); };
+    return AnyOperand(op, replaced) || std::any_of(op.writes.begin(), op.writes.end(), replaced);
   }
 
   ValueId Map(ValueId id) const {

@@ -5,9 +5,9 @@
 // two. Runs before shard, replicate and zero1, which then take the sizes of their axes from it. Errors: a program that
 // has a mesh already, a wrong axis (also one that does not lie beside what it is named with), two of one name.
 #include <algorithm>
-#include <charconv>
 #include <optional>
 
+#include "base/scan.h"
 #include "ir/program.h"
 #include "passes/passes.h"
 
@@ -19,16 +19,9 @@ constexpr int64_t kMostRanks = 1 << 24;
 Result<Axis> ReadAxis(std::string_view text) {
   const size_t colon = text.find(':');
   const std::string_view name = text.substr(0, colon);
-  const auto letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; };
-  const auto digit = [](char c) { return c >= '0' && c <= '9'; };
-  const bool named = !name.empty() && letter(name[0]) &&
-                     std::all_of(name.begin(), name.end(), [&](char c) { return letter(c) || digit(c); });
-  int64_t size = 0;
-  const std::string_view number = colon == std::string_view::npos ? std::string_view() : text.substr(colon + 1);
-  const auto [end, problem] = std::from_chars(number.data(), number.data() + number.size(), size);
-  if (!named || problem != std::errc() || end != number.data() + number.size() || size < 1 || size > kMostRanks) {
+  const int64_t size = colon == std::string_view::npos ? 0 : ParseNumber<int64_t>(text.substr(colon + 1)).value_or(0);
+  if (!IsWord(name) || size < 1 || size > kMostRanks)
     return MakeError("option axes: '", text, "' is no axis; write NAME:RANKS, such as replica:2+dp:4");
-  }
   return Axis{std::string(name), size};
 }
 
@@ -49,14 +42,12 @@ Result<bool> DeclareMesh(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const std::optional<StageOf> stage, ReadStage(options));
   std::vector<Axis> mesh;
   const std::string text = options.Text("axes", "");
-  for (size_t at = 0; at <= text.size();) {
-    const size_t plus = std::min(text.find('+', at), text.size());
-    INTERLACE_ASSIGN(Axis axis, ReadAxis(std::string_view(text).substr(at, plus - at)));
+  for (std::string_view part : Split(text, '+')) {
+    INTERLACE_ASSIGN(Axis axis, ReadAxis(part));
     if (std::any_of(mesh.begin(), mesh.end(), [&](const Axis& a) { return a.name == axis.name; })) {
       return MakeError("option axes: '", axis.name, "' is named twice");
     }
     mesh.push_back(std::move(axis));
-    at = plus + 1;
   }
   int64_t ranks = 1;
   for (const Axis& axis : mesh) ranks *= axis.size, ranks = std::min(ranks, kMostRanks + 1);

@@ -31,11 +31,9 @@ Result<std::vector<OffloadKind>> ReadOffloadKinds(const PassOptions& options) {
 }
 
 Status CheckNothingMoves(const Program& program) {
-  bool moves = program.Meta("host_update") != nullptr && program.Meta("offload") != nullptr;
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops)
-      moves = moves || (program.op(id).kind == OpKind::kOffloadStart && program.Meta("host_update") == nullptr);
-  }
+  const bool on_host = program.Meta("host_update") != nullptr;
+  bool moves = on_host && program.Meta("offload") != nullptr;
+  ForEachOp(program, [&](const Op& op) { moves = moves || (op.kind == OpKind::kOffloadStart && !on_host); });
   if (moves) return MakeError("storages leave memory in this program already; one offload pass is enough");
   return Ok{};
 }

@@ -23,11 +23,9 @@ namespace {
 // nowhere).
 std::vector<int32_t> LastTouches(const Program& program, const Phase& phase) {
   std::vector<int32_t> last(static_cast<size_t>(program.num_values()), -1);
-  ForEachTouch(
-      program, phase, [](const Op&) { return false; },
-      [&](const Touch& touch) {
-        if (touch.how != Touch::How::kLeaves) last[touch.root] = touch.at;
-      });
+  ForEachTouch(program, phase, [&](const Touch& touch) {
+    if (touch.how != Touch::How::kLeaves) last[touch.root] = touch.at;
+  });
   return last;
 }
 

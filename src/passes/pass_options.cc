@@ -24,24 +24,19 @@ Result<int64_t> PassOptions::Int(std::string_view name, std::optional<int64_t> m
     if (missing) return *missing;
     return MakeError("option '", name, "' is required: give ", name, "=N");
   }
-  int64_t number = 0;
-  auto [end, code] = std::from_chars(text->data(), text->data() + text->size(), number);
-  if (code != std::errc() || end != text->data() + text->size()) {
-    return MakeError("option ", name, "=", *text, ": expected a whole number");
-  }
-  if (number < min) return MakeError("option ", name, "=", *text, ": must be at least ", min);
-  return number;
+  const std::optional<int64_t> number = ParseNumber<int64_t>(*text);
+  if (!number) return MakeError("option ", name, "=", *text, ": expected a whole number");
+  if (*number < min) return MakeError("option ", name, "=", *text, ": must be at least ", min);
+  return *number;
 }
 
 Result<std::optional<double>> PassOptions::PositiveOrNone(std::string_view name) const {
   const std::string* text = Find(name);
   if (text == nullptr || *text == "none") return std::optional<double>();
-  double number = 0;
-  auto [end, code] = std::from_chars(text->data(), text->data() + text->size(), number);
-  if (code != std::errc() || end != text->data() + text->size() || !std::isfinite(number) || number <= 0) {
+  const std::optional<double> number = ParseNumber<double>(*text);
+  if (!number || !std::isfinite(*number) || *number <= 0)
     return MakeError("option ", name, "=", *text, ": expected a positive number or none");
-  }
-  return std::optional<double>(number);
+  return number;
 }
 
 Result<std::string> PassOptions::Choice(std::string_view name, std::initializer_list<std::string_view> choices) const {
@@ -57,17 +52,10 @@ Result<std::string> PassOptions::Choice(std::string_view name, std::initializer_
                    DidYouMean(*text, std::vector<std::string_view>(choices)));
 }
 
-static bool IsName(std::string_view text) {
-  return !text.empty() && !(text.front() >= '0' && text.front() <= '9') &&
-         std::all_of(text.begin(), text.end(), [](char c) {
-           return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
-         });
-}
-
 Result<std::string> PassOptions::Name(std::string_view name, std::string_view missing) const {
   const std::string* text = Find(name);
   if (text == nullptr) return std::string(missing);
-  if (!IsName(*text)) return MakeError("option ", name, "=", *text, ": expected a name of letters, digits and _");
+  if (!IsWord(*text)) return MakeError("option ", name, "=", *text, ": expected a name of letters, digits and _");
   return *text;
 }
 
@@ -75,7 +63,7 @@ Result<std::string> PassOptions::Axes(std::string_view name, std::string_view mi
   std::string axes = Text(name, missing);
   std::replace(axes.begin(), axes.end(), '+', ',');
   for (std::string_view axis : AxesOf(axes)) {
-    if (!IsName(axis)) return MakeError("option ", name, "=", axis, ": expected a name of letters, digits and _");
+    if (!IsWord(axis)) return MakeError("option ", name, "=", axis, ": expected a name of letters, digits and _");
   }
   return axes;
 }
@@ -113,12 +101,10 @@ Result<std::optional<int64_t>> PassOptions::Bytes(std::string_view name) const {
 Result<double> PassOptions::Number(std::string_view name, double missing) const {
   const std::string* text = Find(name);
   if (text == nullptr) return missing;
-  double number = 0;
-  auto [end, code] = std::from_chars(text->data(), text->data() + text->size(), number);
-  if (code != std::errc() || end != text->data() + text->size() || !std::isfinite(number) || number < 0) {
+  const std::optional<double> number = ParseNumber<double>(*text);
+  if (!number || !std::isfinite(*number) || *number < 0)
     return MakeError("option ", name, "=", *text, ": expected a number of at least 0");
-  }
-  return number;
+  return *number;
 }
 
 Result<std::vector<int64_t>> PassOptions::Counts(std::string_view name) const {
@@ -126,12 +112,11 @@ Result<std::vector<int64_t>> PassOptions::Counts(std::string_view name) const {
   const std::string* text = Find(name);
   if (text == nullptr || *text == "none") return out;
   for (std::string_view word : Split(*text, '+')) {
-    int64_t number = 0;
-    const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), number);
+    const std::optional<int64_t> number = ParseNumber<int64_t>(word);
     constexpr int64_t kMost = 1 << 24;
-    if (problem != std::errc() || end != word.data() + word.size() || number < 1 || number > kMost)
+    if (!number || *number < 1 || *number > kMost)
       return MakeError("option ", name, "=", *text, ": expected numbers of at least 1, joined by +");
-    out.push_back(number);
+    out.push_back(*number);
   }
   return out;
 }

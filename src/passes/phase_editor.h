@@ -6,6 +6,8 @@
 //   edit.Remove(2);                        Finish(): a x b y
 #pragma once
 
+#include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "ir/program.h"
@@ -49,6 +51,14 @@ Type FlatType(DType dtype, int64_t count);
 int64_t OffsetIn(int64_t offset, DType from, DType to);
 // Part, module and source line of an op go to one made for it.
 void CopyTags(const Op& from, Op& to);
+// A new op, by kind or name, made for `like`: with its tags and these operands. It is in no phase yet.
+template <typename KindOrName>
+Op& AddLike(Program& program, const Op& like, KindOrName what, std::initializer_list<ValueId> operands = {}) {
+  Op& op = program.AddOp(std::move(what));
+  CopyTags(like, op);
+  for (ValueId operand : operands) op.args.push_back(Arg::Of(operand));
+  return op;
+}
 // Whether all the op does is to give other geometries of storages of its operands.
 bool IsPureView(const Program& program, const Op& op);
 // aten.mm of two values: aten.addmm_ adds its result to something in place.

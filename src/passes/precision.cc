@@ -147,9 +147,7 @@ class Narrower {
 
   ValueId Narrow(ValueId value, DType dtype, int32_t marker) {
     if (ValueId source = CastSource(value, dtype); source != kNone) return source;
-    Op& cast = program_.AddOp("aten._to_copy");
-    CopyTags(edit_.op(marker), cast);
-    cast.args = {Arg::Of(value)};
+    Op& cast = AddLike(program_, edit_.op(marker), "aten._to_copy", {value});
     cast.named = {{"dtype", Arg::Word(std::string(DTypeName(dtype)))}};
     Type type = program_.value(value).type;
     type.dtype = dtype;

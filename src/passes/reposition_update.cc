@@ -196,9 +196,7 @@ class Repositioner {
   // By storage: the place of the first op of the micro-batch that touches it.
   std::unordered_map<ValueId, int32_t> FirstTouches() const {
     std::unordered_map<ValueId, int32_t> out;
-    ForEachTouch(
-        program_, first_, [](const Op&) { return false; },
-        [&](const Touch& touch) { out.try_emplace(touch.root, touch.since); });
+    ForEachTouch(program_, first_, [&](const Touch& touch) { out.try_emplace(touch.root, touch.since); });
     return out;
   }
 

@@ -1,7 +1,6 @@
 #include "passes/schedule.h"
 
 #include <algorithm>
-#include <charconv>
 #include <map>
 #include <set>
 
@@ -129,12 +128,9 @@ std::string PrintBuckets(const std::vector<Schedule::Bucket>& buckets) {
 }
 
 Result<int32_t> Number(std::string_view text, const std::string& where) {
-  int32_t number = -1;
-  auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (code != std::errc() || end != text.data() + text.size() || number < 0) {
-    return MakeError(where, ": expected a whole number, found '", text, "'");
-  }
-  return number;
+  const std::optional<int32_t> number = ParseNumber<int32_t>(text);
+  if (!number || *number < 0) return MakeError(where, ": expected a whole number, found '", text, "'");
+  return *number;
 }
 
 Result<std::vector<Schedule::Bucket>> ReadBuckets(const Program& program, const PassOptions& options,
@@ -213,10 +209,8 @@ Result<Schedule> ScheduleOf(Program& program, const Program& before) {
     }
     for (int32_t i = 0; i < transfers.size(); ++i) {
       const Op& op = transfers.op(i);
-      if (op.kind != OpKind::kGatherWait) continue;
-      bool here = false;
-      ForEachOperand(op, [&](ValueId id) { here = here || waiting.count(id) > 0; });
-      if (here) steps.push_back(i);
+      const bool here = AnyOperand(op, [&](ValueId id) { return waiting.contains(id); });
+      if (op.kind == OpKind::kGatherWait && here) steps.push_back(i);
     }
     std::vector<Schedule::Bucket>& buckets = part == Part::kForward ? schedule.forward : schedule.backward;
     for (const Gather& gather : transfers.gathers) {

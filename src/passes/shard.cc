@@ -71,9 +71,7 @@ class Gathers {
       return;
     }
     if (IsWait(op)) return ReadUntil(op, index);
-    bool of_param = false;
-    ForEachOperand(op, [&](ValueId& id) { of_param = of_param || ParamOfStorage(id) >= 0; });
-    if (!of_param) return;
+    if (!AnyOperand(op, [&](ValueId id) { return ParamOfStorage(id) >= 0; })) return;
     if (IsPureView(program_, op) || op.Attr(kOnShard) != nullptr) {
       edit_.Remove(index);  // made again in each stretch, where it is used
       return;
@@ -105,9 +103,7 @@ class Gathers {
     stretch.last = index;
     auto [found, fresh] = locals_.try_emplace({stretch.full, id}, kNone);
     if (!fresh) return found->second;
-    Op& view = program_.AddOp(OpKind::kView);
-    CopyTags(user, view);
-    view.args.push_back(Arg::Of(stretch.full));
+    Op& view = AddLike(program_, user, OpKind::kView, {stretch.full});
     const Value& value = program_.value(id);
     int64_t start = OffsetIn(param.unit_offset, dtype, value.type.dtype);
     found->second = program_.AddView(view, value.type, stretch.full, program_.dims.Add(value.offset, Dim(start)));
@@ -122,36 +118,23 @@ class Gathers {
     ValueId shard = program_.FindState(id, "shard");
     Stretch stretch{.unit = id, .backward = backward, .dtype = dtype, .first = index, .last = index};
     if (dtype != unit.dtype) {
-      Op& cast = program_.AddOp(OpKind::kCopy);
-      CopyTags(user, cast);
-      cast.args.push_back(Arg::Of(shard));
+      Op& cast = AddLike(program_, user, OpKind::kCopy, {shard});
       shard = program_.AddResult(cast, FlatType(dtype, unit.shard));
       stretch.cast = cast.id;
     }
-    Op& start = program_.AddOp(OpKind::kGatherStart);
-    CopyTags(user, start);
+    Op& start = AddLike(program_, user, OpKind::kGatherStart, {shard});
     start.units = {id};
-    start.args.push_back(Arg::Of(shard));
     stretch.start = start.id;
     stretch.full = program_.AddResult(start, FlatType(dtype, unit.numel));
-    stretch.wait = Ending(OpKind::kGatherWait, user, stretch.full);
+    stretch.wait = AddLike(program_, user, OpKind::kGatherWait, {stretch.full}).id;
     return stretches_.emplace_back(std::move(stretch));
-  }
-
-  OpId Ending(OpKind kind, const Op& tags, ValueId full) {
-    Op& op = program_.AddOp(kind);
-    CopyTags(tags, op);
-    op.args.push_back(Arg::Of(full));
-    return op.id;
   }
 
   // An output must outlive the gathered buffer.
   void CopyOut(Op& output, int32_t index) {
-    Op& copy = program_.AddOp(OpKind::kCopy);
-    CopyTags(output, copy);
+    Op& copy = AddLike(program_, output, OpKind::kCopy, {output.args[0].value});
     Type type = program_.value(output.args[0].value).type;
     type.strides.clear();
-    copy.args.push_back(output.args[0]);
     output.args[0] = Arg::Of(program_.AddResult(copy, std::move(type)));
     copies_.emplace_back(index, copy.id);
   }
@@ -187,7 +170,7 @@ class Gathers {
       edit_.Before(stretch.first, stretch.wait);
       for (OpId view : stretch.views) edit_.Before(stretch.first, view);
       const Op& last = edit_.op(stretch.last);
-      edit_.After(stretch.last, Ending(OpKind::kRelease, last, stretch.full));
+      edit_.After(stretch.last, AddLike(program_, last, OpKind::kRelease, {stretch.full}).id);
     }
     for (auto [index, copy] : copies_) edit_.Before(index, copy);
   }

@@ -158,11 +158,10 @@ bool BeginGradients(Program& program) {
     });
     for (const auto& [at, root] : begins) {
       const Type type = program.value(root).type;
-      Op& begin = program.AddOp(OpKind::kGradBegin);
+      Op& begin = AddLike(program, program.op(phase.ops[at]), OpKind::kGradBegin);
       for (const State& state : program.states) {
         if (state.value == root) begin.units = {state.unit};
       }
-      CopyTags(program.op(phase.ops[at]), begin);
       program.AddPlaced(begin, type, root, Dim(0));
       editor.Before(at, begin.id);
       any = true;
@@ -187,23 +186,21 @@ bool FreeGradients(Program& program) {
   }
   if (facts.empty()) return false;
   for (Phase& phase : program.phases) {
-    ForEachTouch(
-        program, phase, [](const Op&) { return false; },
-        [&](const Touch& touch) {
-          auto found = facts.find(touch.root);
-          if (found == facts.end()) return;
-          Facts& f = found->second;
-          if (f.phase != nullptr) {
-            f.free = f.free && f.phase == &phase;
-            return;
-          }
-          f.phase = &phase;
-          f.first = static_cast<size_t>(touch.at);
-          f.free = touch.how == Touch::How::kMakes;  // a read first: it holds something from before
-          const OpKind kind = program.op(phase.ops[touch.at]).kind;
-          const bool fills = f.free && (kind == OpKind::kReduceStart || kind == OpKind::kGradBegin);
-          if (fills && FillsRoot(program, program.value(touch.value))) f.whole = touch.value;
-        });
+    ForEachTouch(program, phase, [&](const Touch& touch) {
+      auto found = facts.find(touch.root);
+      if (found == facts.end()) return;
+      Facts& f = found->second;
+      if (f.phase != nullptr) {
+        f.free = f.free && f.phase == &phase;
+        return;
+      }
+      f.phase = &phase;
+      f.first = static_cast<size_t>(touch.at);
+      f.free = touch.how == Touch::How::kMakes;  // a read first: it holds something from before
+      const OpKind kind = program.op(phase.ops[touch.at]).kind;
+      const bool fills = f.free && (kind == OpKind::kReduceStart || kind == OpKind::kGradBegin);
+      if (fills && FillsRoot(program, program.value(touch.value))) f.whole = touch.value;
+    });
   }
   std::unordered_map<Phase*, PhaseEditor> editors;
   const auto count = std::erase_if(program.states, [&](const State& state) {
@@ -217,9 +214,8 @@ bool FreeGradients(Program& program) {
     } else {
       if (!(program.value(state.value).type == FlatType(program.value(state.value).type.dtype, unit.numel)))
         return false;
-      Op& begin = program.AddOp(OpKind::kGradBegin);
+      Op& begin = AddLike(program, program.op(f.phase->ops[f.first]), OpKind::kGradBegin);
       begin.units = {state.unit};
-      CopyTags(program.op(f.phase->ops[f.first]), begin);
       f.whole = program.AddResult(begin, program.value(state.value).type);
       editors.try_emplace(f.phase, program, *f.phase).first->second.Before(static_cast<int32_t>(f.first), begin.id);
     }

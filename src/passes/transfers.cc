@@ -114,9 +114,7 @@ class TransferReader {
     gather.lead = lead;
     gather.part = op.part;
     INTERLACE_ASSIGN(gather.bytes, BytesOf(program_, op.results));
-    std::vector<ValueId> shards;
-    ForEachOperand(op, [&](ValueId id) { shards.push_back(id); });
-    INTERLACE_ASSIGN(gather.shard_bytes, BytesOf(program_, shards));
+    INTERLACE_ASSIGN(gather.shard_bytes, BytesOf(program_, OperandValues(op)));
     gather.at = Here();
     gather.order = order_;
     gather.need = gather.end = -1;
@@ -202,12 +200,9 @@ class TransferReader {
     if (takes) return true;
     if (op.kind != OpKind::kView || i + 1 >= static_cast<int32_t>(phase_.ops.size())) return false;
     if (program_.value(program_.RootOf(op.args[0].value)).kind != ValueKind::kState) return false;
-    bool of_next = false, next_takes = false;
-    ForEachOperand(program_.op(phase_.ops[i + 1]), [&](ValueId id) {
-      of_next = of_next || id == op.results[0];
-      next_takes = next_takes || own.count(id) > 0;
-    });
-    return of_next && next_takes;
+    const Op& next = program_.op(phase_.ops[i + 1]);
+    return AnyOperand(next, [&](ValueId id) { return id == op.results[0]; }) &&
+           AnyOperand(next, [&](ValueId id) { return own.contains(id); });
   }
 
   void AddToSkeleton(const Op& op) {

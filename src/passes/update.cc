@@ -31,6 +31,7 @@
 #include "passes/stages/recut.h"
 #include "passes/update_factors.h"
 #include "passes/update_matrices.h"
+#include "passes/update_ops.h"
 
 namespace interlace {
 namespace {
@@ -49,16 +50,14 @@ struct Target {
   std::vector<int64_t> shared;       // stages that have the unit too; empty: none
 };
 
-class Builder {
+class Builder : UpdateOps {
  public:
-  Builder(Program& program, std::optional<double> clip, bool norm, bool momentum)
-      : program_(program), clip_(clip), norm_(norm), momentum_(momentum) {}
+  Builder(Program& program, Phase& phase, std::optional<double> clip, bool norm, bool momentum)
+      : UpdateOps(program, phase), clip_(clip), norm_(norm), momentum_(momentum) {}
 
   Result<bool> Run() {
     if (program_.UpdatePhase() != nullptr) return MakeError("the program has an update phase already");
     INTERLACE_TRY(FindTargets());
-    phase_.name = "update";
-    phase_.kind = PhaseKind::kStep;
     for (const Buffer& buffer : program_.buffers) {
       if (buffer.name == kLossScale) loss_scale_ = buffer.value;
     }
@@ -150,13 +149,6 @@ class Builder {
     return Ok{};
   }
 
-  Op& Add(OpKind kind) { return Append(program_.AddOp(kind)); }
-  Op& Append(Op& op) {
-    op.part = Part::kUpdate;
-    phase_.ops.push_back(op.id);
-    return op;
-  }
-
   // Of stages with unlike ranks those that make the loss say over how many the mean is.
   double Scale(UnitId unit) const {
     int64_t ranks = program_.DataRanks(program_.units[unit]);
@@ -165,19 +157,7 @@ class Builder {
     return 1.0 / (static_cast<double>(ranks) * static_cast<double>(program_.accumulation));
   }
 
-  Op& AddLimbs(Op& op, ValueId& sum) {
-    sum = program_.AddResult(op, FlatType(DType::kI64, kNormLimbs));
-    return op;
-  }
-
-  ValueId SumOver(std::string_view axis, ValueId limbs) {
-    ValueId sum = kNone;
-    Op& start = Add(OpKind::kAllReduceStart);
-    start.args = {Arg::Of(limbs)};
-    AddLimbs(start, sum).SetAttr("axis", Arg::Word(std::string(axis)));
-    Add(OpKind::kAllReduceWait).args = {Arg::Of(sum)};
-    return sum;
-  }
+  static Type Limbs() { return FlatType(DType::kI64, kNormLimbs); }
 
   // Where the axis of the stages has every rank: the sum of a stage counts on its first rank only.
   ValueId OnFirst(ValueId limbs) {
@@ -186,11 +166,8 @@ class Builder {
     if (ranks == 1) return limbs;
     DimTable& dims = program_.dims;
     const Dim last = Dim(stage.First(stage.index) + ranks - 1);
-    Op& op = Append(program_.AddOp("aten.mul.Scalar"));
-    op.args = {Arg::Of(limbs),
-               Arg::Int(dims.FloorDiv(dims.Sub(last, dims.Symbol("rank_" + stage.axis)), Dim(ranks - 1)))};
-    AddLimbs(op, limbs);
-    return limbs;
+    const Dim first = dims.FloorDiv(dims.Sub(last, dims.Symbol("rank_" + stage.axis)), Dim(ranks - 1));  // 1 or 0
+    return Aten("mul.Scalar", {Arg::Of(limbs), Arg::Int(first)}, Limbs());
   }
 
   // The gradient of a unit that stages share: each sends its own to the others, and all add them up in their order.
@@ -224,13 +201,7 @@ class Builder {
       const Type part = pieces > 1 ? FlatType(type.dtype, type.sizes[0].value / pieces) : type;
       for (int64_t piece = 0; piece < pieces; ++piece) {
         ValueId value = target.grad;
-        if (pieces > 1) {
-          Op& view = Add(OpKind::kView);
-          view.args = {Arg::Of(target.grad)};
-          const Dim begin = program_.value(target.grad).offset;
-          value = program_.AddView(view, part, program_.RootOf(target.grad),
-                                   program_.dims.Add(begin, Dim(part.sizes[0].value * piece)));
-        }
+        if (pieces > 1) value = View(target.grad, part, Dim(part.sizes[0].value * piece));
         Op& send = Add(OpKind::kSendStart);
         send.args = {Arg::Of(value)};
         address(send, piece);
@@ -247,18 +218,12 @@ class Builder {
     for (const std::vector<ValueId>& pieces : parts) {
       whole.push_back(pieces[0]);
       if (pieces.size() == 1) continue;
-      Op& cat = Append(program_.AddOp("aten.cat"));
       std::vector<Arg> all;
       for (const ValueId piece : pieces) all.push_back(Arg::Of(piece));
-      cat.args = {Arg::List(std::move(all)), Arg::Int(Dim(0))};
-      whole.back() = program_.AddResult(cat, type);
+      whole.back() = Aten("cat", {Arg::List(std::move(all)), Arg::Int(Dim(0))}, type);
     }
     ValueId sum = whole[0];
-    for (size_t i = 1; i < whole.size(); ++i) {
-      Op& add = Append(program_.AddOp("aten.add.Tensor"));
-      add.args = {Arg::Of(sum), Arg::Of(whole[i])};
-      sum = program_.AddResult(add, type);
-    }
+    for (size_t i = 1; i < whole.size(); ++i) sum = Aten("add.Tensor", {Arg::Of(sum), Arg::Of(whole[i])}, type);
     target.grad = sum;
     return Ok{};
   }
@@ -283,20 +248,14 @@ class Builder {
     }
     ValueId total = kNone;
     for (const auto& [axes, members] : sets) {
-      ValueId sum = kNone;
       Op& partial = Add(OpKind::kNormPartial);
       for (const Target* target : members) {
         partial.args.push_back(Arg::Of(target->grad));
         partial.units.push_back(target->unit);
       }
-      AddLimbs(partial, sum);
+      ValueId sum = program_.AddResult(partial, Limbs());
       for (std::string_view axis : axes) sum = SumOver(axis, sum);
-      if (total != kNone) {
-        Op& add = Append(program_.AddOp("aten.add.Tensor"));
-        add.args = {Arg::Of(total), Arg::Of(sum)};
-        AddLimbs(add, sum);
-      }
-      total = sum;
+      total = total == kNone ? sum : Aten("add.Tensor", {Arg::Of(total), Arg::Of(sum)}, Limbs());
     }
     if (total == kNone)
       return MakeError("every parameter of stage ", program_.stage->index, " is another stage's, too");
@@ -322,10 +281,8 @@ class Builder {
   ValueId OwnWeights(const Target& target) {
     if (!target.own_part) return target.weights;
     const Unit& unit = program_.units[target.unit];
-    Op& view = Add(OpKind::kView);
-    view.args = {Arg::Of(target.weights)};
-    Dim own = program_.dims.Mul(Dim(unit.shard), program_.AxisRank(unit.axis));
-    return program_.AddView(view, FlatType(unit.dtype, unit.shard), target.weights, own);
+    const Dim own = program_.dims.Mul(Dim(unit.shard), program_.AxisRank(unit.axis));
+    return View(target.weights, FlatType(unit.dtype, unit.shard), own);
   }
 
   // Brings the parts that other ranks have updated, where the weights are whole.
@@ -422,24 +379,23 @@ class Builder {
     return weights;
   }
 
-  Program& program_;
   std::optional<double> clip_;
   bool norm_, momentum_;
   ValueId loss_scale_ = kNone;
   ValueId gathering_ = kNone;    // the last gather that nothing waits for yet
   std::vector<Target> targets_;  // by unit
-  Phase phase_;
 };
 
 }  // namespace
 
 Result<bool> Update(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(std::optional<double> clip, options.PositiveOrNone("clip"));
-  Result<std::string> norm = options.Choice("norm", {"auto", "always"});
-  if (!norm.ok()) return norm.error();
-  Result<std::string> momentum = options.Choice("momentum", {"true", "false"});
-  if (!momentum.ok()) return momentum.error();
-  return Builder(program, clip, clip.has_value() || *norm == "always", *momentum == "true").Run();
+  INTERLACE_ASSIGN(const std::string norm, options.Choice("norm", {"auto", "always"}));
+  INTERLACE_ASSIGN(const std::string momentum, options.Choice("momentum", {"true", "false"}));
+  Phase phase;
+  phase.name = "update";
+  phase.kind = PhaseKind::kStep;
+  return Builder(program, phase, clip, clip.has_value() || norm == "always", momentum == "true").Run();
 }
 
 }  // namespace interlace

@@ -210,12 +210,7 @@ class Factoring : UpdateOps {
     }
     ValueId all = Aten("cat", {Arg::List(std::move(parts))}, Flat(first, total));
     for (const std::string_view axis : AxesOf(std::string_view(UnitOf(first).axis))) {
-      if (program_.AxisSize(axis) == 1) continue;
-      Op& start = Add(OpKind::kAllReduceStart);
-      start.args = {Arg::Of(all)};
-      start.SetAttr("axis", Arg::Word(std::string(axis)));
-      all = program_.AddResult(start, Flat(first, total));
-      Add(OpKind::kAllReduceWait).args = {Arg::Of(all)};
+      if (program_.AxisSize(axis) > 1) all = SumOver(axis, all);
     }
     int64_t at = 0;
     for (Step& step : round) {

@@ -1,8 +1,9 @@
-// update_ops.h — ops of the optimizer step of whole parameters (update_matrices.h, update_factors.h), one behind the
-// other at the end of its phase.
+// update_ops.h — ops of the optimizer step (update.cc, and of whole parameters update_matrices.h, update_factors.h),
+// one behind the other at the end of its phase.
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,16 @@ class UpdateOps {
     op.args = {Arg::Of(value)};
     const ValueId root = program_.RootOf(value);
     return program_.AddView(op, std::move(type), root, program_.dims.Add(program_.value(value).offset, offset));
+  }
+  // What the ranks along an axis have of a value, added up.
+  ValueId SumOver(std::string_view axis, ValueId value) {
+    Op& start = Add(OpKind::kAllReduceStart);
+    start.args = {Arg::Of(value)};
+    start.SetAttr("axis", Arg::Word(std::string(axis)));
+    const Type type = program_.value(value).type;
+    const ValueId sum = program_.AddResult(start, type);
+    Add(OpKind::kAllReduceWait).args = {Arg::Of(sum)};
+    return sum;
   }
   // A step of a group's rule on a unit's elements [begin, end).
   void Rule(UnitId unit, int64_t begin, int64_t end, int32_t group, std::vector<Arg> args, double scale) {

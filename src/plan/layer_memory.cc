@@ -79,17 +79,15 @@ class Counting {
       received[static_cast<int32_t>(i)] = lives_.size();
       lives_.push_back({Dim(bytes), static_cast<int32_t>(i), static_cast<int32_t>(i), true});
     }
-    ForEachTouch(
-        program_, phase_, [](const Op&) { return false; },
-        [&](const Touch& touch) {
-          if (touch.how == Touch::How::kLeaves) return;
-          Life& life = lives_[touch.root];
-          if (touch.how == Touch::How::kMakes && touch.root == touch.value)
-            life = {Bytes(program_, program_.value(touch.root).type), touch.at, touch.at, true};
-          life.last = std::max(life.last, touch.at);
-          const auto found = touch.how == Touch::How::kWaits ? received.find(touch.since) : received.end();
-          if (found != received.end()) lives_[found->second].last = touch.at;
-        });
+    ForEachTouch(program_, phase_, [&](const Touch& touch) {
+      if (touch.how == Touch::How::kLeaves) return;
+      Life& life = lives_[touch.root];
+      if (touch.how == Touch::How::kMakes && touch.root == touch.value)
+        life = {Bytes(program_, program_.value(touch.root).type), touch.at, touch.at, true};
+      life.last = std::max(life.last, touch.at);
+      const auto found = touch.how == Touch::How::kWaits ? received.find(touch.since) : received.end();
+      if (found != received.end()) lives_[found->second].last = touch.at;
+    });
     for (size_t i = 0; i < phase_.ops.size(); ++i) HandOn(program_.op(phase_.ops[i]), static_cast<int32_t>(i), middle);
     for (const Input& input : program_.inputs) {
       const Life& life = lives_[input.value];

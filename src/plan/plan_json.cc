@@ -16,10 +16,7 @@ double Share(float value) {
 void WriteStage(JsonWriter& out, const PlanFile& file, size_t index) {
   const PlanStage& stage = file.plan.stages[index];
   const Strategy& s = stage.strategy;
-  out.BeginObject()
-      .Field("stage", static_cast<int64_t>(index))
-      .Field("layers", s.layers)
-      .Field("first_block", stage.first_block);
+  out.BeginObject().Fields("stage", static_cast<int64_t>(index), "layers", s.layers, "first_block", stage.first_block);
   out.Field("embedding", s.embedding).Field("head", s.head).Field("first_device", stage.first_device);
   out.Field("devices", int64_t{s.dp} * s.tp).Field("micro_batch", s.micro_batch).Field("dp", s.dp).Field("tp", s.tp);
   out.Field("zero", s.zero).Field("full", s.full).Field("selective", s.selective).Field("in_flight", s.in_flight);
@@ -27,10 +24,7 @@ void WriteStage(JsonWriter& out, const PlanFile& file, size_t index) {
   out.Field("states", Share(s.states_out)).Field("activations", Share(s.activations_out)).EndObject();
   const StageCost& c = stage.cost;
   const PassTimes& p = stage.passes;
-  out.Field("t_us", c.stable_us)
-      .Field("d_us", c.extra_us)
-      .Field("forward_us", p.forward_us)
-      .Field("backward_us", p.backward_us);
+  out.Fields("t_us", c.stable_us, "d_us", c.extra_us, "forward_us", p.forward_us, "backward_us", p.backward_us);
   out.Field("first_us", p.first_us).Field("last_us", p.last_us).Field("send_us", stage.send_us);
   out.Field("peak_forward", c.peak_forward).Field("peak_backward", c.peak_backward);
   out.Field("peak_bytes", std::max(c.peak_forward, c.peak_backward)).Field("host_bytes", c.host_bytes).EndObject();

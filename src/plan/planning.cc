@@ -46,10 +46,7 @@ void WriteExplanation(JsonWriter& out, const Explanation& e) {
   }
   out.EndArray().Key("phases").BeginArray();
   for (const Explanation::Phase& phase : e.phases) {
-    out.BeginObject()
-        .Field("name", phase.name)
-        .Field("compute_us", phase.alone_us[0])
-        .Field("device_us", phase.alone_us[1]);
+    out.BeginObject().Fields("name", phase.name, "compute_us", phase.alone_us[0], "device_us", phase.alone_us[1]);
     out.Field("to_device_us", phase.alone_us[2]).Field("to_host_us", phase.alone_us[3]);
     out.Field("tensor_parallel_us", phase.tensor_parallel_us).Field("exposed_us", phase.exposed_us);
     out.Field("total_us", phase.total_us).EndObject();
@@ -148,9 +145,7 @@ class Planning {
     out.BeginObject().Key("plans").BeginArray();
     for (const Plan& plan : found.plans) INTERLACE_TRY(WriteFound(out.NewLine(), plan));
     out.EndArray().NewLine().Field("complete", found.complete).Field("bound_us", found.bound_us);
-    out.Field("memory_limit", options.device_bytes)
-        .Field("pairs", found.pairs)
-        .Field("pairs_solved", found.pairs_solved);
+    out.Fields("memory_limit", options.device_bytes, "pairs", found.pairs, "pairs_solved", found.pairs_solved);
     out.Field("frontiers", found.frontiers).Field("points", found.points);
     if (r_.before) out.Field("from_us", found.warm_us);
     out.Field("seconds", Seconds());

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "base/append.h"
 #include "base/scan.h"
 #include "plan/plan_text.h"
 
@@ -86,14 +87,12 @@ class Printer {
     Line("stage " + std::to_string(index));
     int64_t last = int64_t{stage.first_block} + s.layers - 1;
     Line("  layers " + std::to_string(s.layers) + (s.embedding ? " embedding" : "") + (s.head ? " head" : ""),
-         s.layers == 0 ? std::string("no block")
-                       : "blocks " + std::to_string(stage.first_block) + " to " + std::to_string(last));
+         s.layers == 0 ? std::string("no block") : Joined("blocks ", stage.first_block, " to ", last));
     int64_t devices = int64_t{s.dp} * s.tp;
     int64_t last_device =
         index < file_.places.size() ? file_.places[index].last_device : stage.first_device + devices - 1;
     Line("  devices " + std::to_string(stage.first_device) + ".." + std::to_string(last_device));
-    Line("  micro_batch " + std::to_string(s.micro_batch) + " dp " + std::to_string(s.dp) + " tp " +
-         std::to_string(s.tp));
+    Line(Joined("  micro_batch ", s.micro_batch, " dp ", s.dp, " tp ", s.tp));
     Line("  zero " + std::to_string(s.zero));
     Line("  recompute full " + std::to_string(s.full) + " selective " + std::to_string(s.selective),
          std::to_string(int64_t{s.layers} - s.full - s.selective) + " kept");

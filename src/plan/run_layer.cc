@@ -20,9 +20,8 @@ Status LeaveTied(Program& program, Role role, const std::string& tied) {
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     Op& op = program.op(phase.ops[i]);
     if (op.kind != OpKind::kGrad) continue;
-    auto param = std::find_if(program.params.begin(), program.params.end(),
-                              [&](const Param& p) { return p.value == op.args[0].value; });
-    if (param == program.params.end() || param->name != tied) continue;
+    const Param* param = program.ParamOf(op.args[0].value);
+    if (param == nullptr || param->name != tied) continue;
     if (role == Role::kHead) {
       op.SetName("output");
       op.args = {op.args[1]};

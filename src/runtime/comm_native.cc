@@ -186,46 +186,37 @@ class NativeComm final : public Comm {
     return {0, 0};
   }
 
+  template <typename Options>
+  Options InTime() const {
+    Options options;
+    options.timeout = timeout_;
+    return options;
+  }
+
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // the newer names do not exist in older releases
   c10::intrusive_ptr<c10d::Work> Issue(c10d::ProcessGroup& group, CommKind kind, at::Tensor& input, at::Tensor& output,
                                        int64_t peer) {
+    std::vector<at::Tensor> tensors{output};
+    std::vector<int64_t> equal;  // parts
     switch (kind) {
-      case CommKind::kGather: {
-        c10d::AllgatherOptions options;
-        options.timeout = timeout_;
-        return group._allgather_base(output, input, options);
-      }
-      case CommKind::kReduce: {
-        c10d::ReduceScatterOptions options;
-        options.timeout = timeout_;
-        return group._reduce_scatter_base(output, input, options);
-      }
-      case CommKind::kAllReduce: {
-        c10d::AllreduceOptions options;
-        options.timeout = timeout_;
-        std::vector<at::Tensor> tensors{output};
-        return group.allreduce(tensors, options);
-      }
-      case CommKind::kAllToAll: {
-        c10d::AllToAllOptions options;
-        options.timeout = timeout_;
-        std::vector<int64_t> equal;
-        return group.alltoall_base(output, input, equal, equal, options);
-      }
+      case CommKind::kGather:
+        return group._allgather_base(output, input, InTime<c10d::AllgatherOptions>());
+      case CommKind::kReduce:
+        return group._reduce_scatter_base(output, input, InTime<c10d::ReduceScatterOptions>());
+      case CommKind::kAllReduce:
+        return group.allreduce(tensors, InTime<c10d::AllreduceOptions>());
+      case CommKind::kAllToAll:
+        return group.alltoall_base(output, input, equal, equal, InTime<c10d::AllToAllOptions>());
       case CommKind::kBroadcast: {
-        c10d::BroadcastOptions options;
+        auto options = InTime<c10d::BroadcastOptions>();
         options.rootRank = peer;
-        options.timeout = timeout_;
-        std::vector<at::Tensor> tensors{output};
         return group.broadcast(tensors, options);
       }
       case CommKind::kSend:
-      case CommKind::kRecv: {
-        std::vector<at::Tensor> tensors{output};
-        const int rank = static_cast<int>(peer);
-        return kind == CommKind::kSend ? group.send(tensors, rank, /*tag=*/0) : group.recv(tensors, rank, /*tag=*/0);
-      }
+        return group.send(tensors, static_cast<int>(peer), /*tag=*/0);
+      case CommKind::kRecv:
+        return group.recv(tensors, static_cast<int>(peer), /*tag=*/0);
     }
     return nullptr;
   }

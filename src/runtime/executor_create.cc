@@ -84,22 +84,21 @@ namespace {
 // which cut what one batch goes through, random numbers are the same. A program without units has data on every axis
 // but those of stages and rings, whose ranks send to one another.
 bool HasDataAlong(const Program& program, std::string_view axis) {
-  const auto names = [&](std::string_view axes) {
-    const std::vector<std::string_view> found = AxesOf(axes);
-    return std::find(found.begin(), found.end(), axis) != found.end();
-  };
   if (program.units.empty()) return !program.MessageAxes().contains(std::string(axis));
   return std::any_of(program.units.begin(), program.units.end(),
-                     [&](const Unit& unit) { return names(unit.axis) || names(unit.replicas); });
+                     [&](const Unit& unit) { return NamesAxis(unit.axis, axis) || NamesAxis(unit.replicas, axis); });
 }
 
 }  // namespace
 
 // Those of a donor go on: one set of connections, whatever program runs on it.
 Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& axes, double timeout_s) {
+  const auto given = [&](std::string_view name) {
+    return std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == name; });
+  };
   for (const Axis& axis : parsed.mesh) {
     ranks_in_run_ *= axis.size;
-    const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == axis.name; });
+    const auto spec = given(axis.name);
     if (spec == axes.end()) {
       if (axis.size > 1)
         return MakeError("the program runs on ", axis.size, " ranks of the axis \"", axis.name,
@@ -118,7 +117,7 @@ Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& ax
     if (HasDataAlong(parsed, axis.name)) data_rank_ = data_rank_ * spec->size + spec->rank;
   }
   const auto open = [&](std::string_view group) -> Status {
-    const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == group; });
+    const auto spec = given(group);
     if (comms_.contains(std::string(group))) return Ok{};
     if (spec == axes.end()) {
       return MakeError("the program transfers along \"", group, "\", and no process group was given for it");
@@ -136,7 +135,7 @@ Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& ax
       if (comms_[name] != nullptr) continue;
       AxisSpec spec = comms_.at(axis)->spec();
       if (channel > 0 && spec.backend != "tcp") {  // process groups of its own
-        const auto own = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == name; });
+        const auto own = given(name);
         if (own == axes.end()) return MakeError("no process groups were given for \"", name, "\"");
         spec = *own;
       }
@@ -160,9 +159,7 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
   INTERLACE_ASSIGN(Program parsed, Parse(text));
   INTERLACE_TRY(Verify(parsed));
   INTERLACE_TRY(JoinAxes(parsed, axes, timeout_s));
-  Binding used;
-  for (const auto& [name, value] : ranks_) used[name] = value;
-  INTERLACE_ASSIGN(program_, Bind(parsed, used));
+  INTERLACE_ASSIGN(program_, Bind(parsed, ranks_));
   for (size_t i = 0; i < program_.groups.size(); ++i) group_position_[program_.groups[i].id] = static_cast<int32_t>(i);
   pending_phase_ = {"update", {}, {}, PendingOps(program_), PhaseKind::kStep};
   geometry_.resize(program_.num_values());
@@ -267,8 +264,8 @@ Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
   return Ok{};
 }
 
-// The arena for what is known of the kernels, or (moved) the one there is at its new place, and plans of the phases with
-// its tensors.
+// The arena for what is known of the kernels, or (moved) the one there is at its new place, and plans of the phases
+// with its tensors.
 Status Executor::BuildArenaPlans(bool moved) {
   StepScope scope(device_);
   try {

@@ -14,13 +14,10 @@ namespace interlace {
 Status MovingStates::Find() {
   const Residency residency = ComputeResidency(program_);
   std::unordered_set<ValueId> copied;
-  for (const Phase& phase : program_.phases) {
-    for (OpId id : phase.ops) {
-      const Op& op = program_.op(id);
-      if (op.kind != OpKind::kOffloadStart || IsClean(op)) continue;
-      ForEachOperand(op, [&](ValueId operand) { copied.insert(operand); });
-    }
-  }
+  ForEachOp(program_, [&](const Op& op) {
+    if (op.kind != OpKind::kOffloadStart || IsClean(op)) return;
+    ForEachOperand(op, [&](ValueId operand) { copied.insert(operand); });
+  });
   for (const State& state : program_.states) {
     if (program_.RootOf(state.value) != state.value) continue;
     const bool moves =

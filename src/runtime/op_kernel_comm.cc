@@ -81,10 +81,9 @@ struct StartKernel final : KernelData {
       frame.slots[item.result] = results.back();
     }
     if (collective == Collective::kReduce) OfferReceiveBuffer();
-    Result<Ticket> ticket =
-        collective == Collective::kGather ? comm->StartGather(sources, std::move(results), label)
-        : grid.within.empty()             ? comm->StartReduce(sources, std::move(results), label)
-                                          : comm->StartGridReduce(sources, std::move(results), grid, label);
+    Result<Ticket> ticket = collective == Collective::kGather ? comm->StartGather(sources, std::move(results), label)
+                            : grid.within.empty()             ? comm->StartReduce(sources, std::move(results), label)
+                                                  : comm->StartGridReduce(sources, std::move(results), grid, label);
     if (column != nullptr) {
       if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
       return ReduceAlongColumn(frame, *ticket, sources);
@@ -141,8 +140,7 @@ Status JoinReplicas(const BuildContext& context, const Op& op, const Unit& unit,
   if (const auto grid = context.comms.find(context.program.DataAxes(unit)); grid != context.comms.end()) {
     std::vector<Axis> group;
     for (const Axis& axis : context.program.mesh) {
-      const std::vector<std::string_view> names = AxesOf(grid->first);
-      if (std::find(names.begin(), names.end(), axis.name) != names.end()) group.push_back(axis);
+      if (NamesAxis(grid->first, axis.name)) group.push_back(axis);
     }
     const int64_t rank = grid->second->spec().rank;
     kernel.comm = grid->second;

@@ -33,14 +33,11 @@ class LanePlacer {
  public:
   explicit LanePlacer(const BuildContext& context)
       : program_(context.program), device_(context.device), streams_(context.lanes) {
-    for (const Phase& phase : program_.phases) {
-      for (OpId id : phase.ops) {
-        const Op& op = program_.op(id);
-        if (!HasOwnStream(op, device_)) continue;
-        lanes_.insert(LaneOf(op));
-        ForEachTouched(program_, op, [&](ValueId value) { busy_[program_.RootOf(value)].insert(LaneOf(op)); });
-      }
-    }
+    ForEachOp(program_, [&](const Op& op) {
+      if (!HasOwnStream(op, device_)) return;
+      lanes_.insert(LaneOf(op));
+      ForEachTouched(program_, op, [&](ValueId value) { busy_[program_.RootOf(value)].insert(LaneOf(op)); });
+    });
     bool handed_on = false;
     for (const Phase& phase : program_.phases) {
       for (ValueId id : phase.Outgoing()) handed_on = handed_on || busy_.contains(program_.RootOf(id));

@@ -103,11 +103,7 @@ std::string WriteTimelineJson(const Timeline& timeline) {
   w.Field("device_memory_bytes", timeline.device_memory_bytes).Key("events").BeginArray();
   for (const TraceEvent& e : timeline.events) {
     w.BeginObject().Field("rank", e.rank).Field("lane", kTraceLaneNames[static_cast<size_t>(e.lane)]);
-    w.Field("axis", e.axis)
-        .Field("wait", e.wait)
-        .Field("start_ns", e.start_ns)
-        .Field("duration_ns", e.duration_ns)
-        .Field("op", e.op);
+    w.Fields("axis", e.axis, "wait", e.wait, "start_ns", e.start_ns, "duration_ns", e.duration_ns, "op", e.op);
     w.Field("detail", e.detail).Field("module", e.module).Field("part", e.part).Field("bytes", e.bytes);
     w.Field("in_elements", e.in_elements).Field("out_elements", e.out_elements).Field("dtype", e.dtype);
     w.Field("group_size", e.group_size).EndObject();

@@ -132,10 +132,8 @@ void WriteEvent(JsonWriter& w, const TraceEvent& e, int stream, int64_t correlat
   if (!e.source.empty()) w.Field("source", e.source);
   const CollectiveName* collective = e.wait || e.lane == TraceLane::kHost ? nullptr : FindCollective(e.op);
   if (collective != nullptr) {
-    w.Field("Collective name", collective->record)
-        .Field("In msg nelems", e.in_elements)
-        .Field("Out msg nelems", e.out_elements);
-    w.Field("Group size", e.group_size).Field("dtype", TorchDType(e.dtype)).Field("Process Group Name", "default_pg");
+    w.Fields("Collective name", collective->record, "In msg nelems", e.in_elements, "Out msg nelems", e.out_elements);
+    w.Fields("Group size", e.group_size, "dtype", TorchDType(e.dtype), "Process Group Name", "default_pg");
   }
   if (e.bytes > 0) {
     w.Field("bytes", e.bytes);
@@ -177,11 +175,8 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
   }
   w.Key("deviceProperties").BeginArray();
   for (int32_t r : ranks) {
-    w.BeginObject()
-        .Field("id", r)
-        .Field("name", timeline.device_name)
-        .Field("totalGlobalMem", timeline.device_memory_bytes)
-        .EndObject();
+    w.BeginObject().Fields("id", r, "name", timeline.device_name, "totalGlobalMem", timeline.device_memory_bytes);
+    w.EndObject();
   }
   w.EndArray().Key("traceEvents").BeginArray();
   for (int32_t r : ranks) {
@@ -219,12 +214,7 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
   for (const TraceCounterTrack& track : timeline.counters) {
     for (const TraceCounter& sample : track.samples) {
       if (!shown(sample.rank)) continue;
-      w.NewLine()
-          .BeginObject()
-          .Field("ph", "C")
-          .Field("name", track.name)
-          .Field("pid", sample.rank)
-          .Field("tid", kMemoryThread);
+      w.NewLine().BeginObject().Fields("ph", "C", "name", track.name, "pid", sample.rank, "tid", kMemoryThread);
       w.Key("ts").Micros(sample.time_ns).Key("args").BeginObject().Field("value", sample.value).EndObject().EndObject();
     }
   }

@@ -3,6 +3,8 @@
 #include <charconv>
 #include <cmath>
 
+#include "base/append.h"
+
 namespace interlace {
 namespace {
 
@@ -271,9 +273,7 @@ JsonWriter& JsonWriter::String(std::string_view text) {
 
 JsonWriter& JsonWriter::Int(int64_t value) {
   Separate();
-  char buffer[24];
-  auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, value);
-  out_.append(buffer, end);
+  Append(out_, value);
   return *this;
 }
 
@@ -299,14 +299,8 @@ JsonWriter& JsonWriter::Micros(int64_t nanoseconds) {
   Separate();
   if (nanoseconds < 0) out_.push_back('-');
   uint64_t magnitude = nanoseconds < 0 ? -static_cast<uint64_t>(nanoseconds) : static_cast<uint64_t>(nanoseconds);
-  char buffer[24];
-  auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, magnitude / 1000);
-  out_.append(buffer, end);
-  uint64_t rest = magnitude % 1000;
-  out_.push_back('.');
-  out_.push_back(static_cast<char>('0' + rest / 100));
-  out_.push_back(static_cast<char>('0' + rest / 10 % 10));
-  out_.push_back(static_cast<char>('0' + rest % 10));
+  const uint64_t rest = magnitude % 1000;
+  Append(out_, magnitude / 1000, '.', rest / 100, rest / 10 % 10, rest % 10);
   return *this;
 }
 

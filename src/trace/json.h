@@ -40,6 +40,13 @@ class JsonWriter {
   JsonWriter& Field(std::string_view key, int32_t value) { return Key(key).Int(value); }
   JsonWriter& Field(std::string_view key, double value) { return Key(key).Number(value); }
   JsonWriter& Field(std::string_view key, bool value) { return Key(key).Bool(value); }
+  // Keys and values in turn: Fields("size", bytes, "stream", 0).
+  template <typename Value, typename... More>
+  JsonWriter& Fields(std::string_view key, const Value& value, const More&... more) {
+    Field(key, value);
+    if constexpr (sizeof...(more) > 0) Fields(more...);
+    return *this;
+  }
   // A line break between values, for files that people open.
   JsonWriter& NewLine();
   std::string Take() { return std::move(out_); }

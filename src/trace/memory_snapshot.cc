@@ -95,11 +95,8 @@ class Arena {
 
 void WriteFrames(JsonWriter& w, const MemoryEvent& e) {
   w.Key("frames").BeginArray();
-  w.BeginObject()
-      .Field("name", e.name)
-      .Field("filename", e.module.empty() ? "program" : e.module)
-      .Field("line", int64_t{0})
-      .EndObject();
+  const std::string file = e.module.empty() ? "program" : e.module;
+  w.BeginObject().Fields("name", e.name, "filename", file, "line", 0).EndObject();
   if (!e.file.empty()) {
     w.BeginObject().Field("name", e.module).Field("filename", e.file).Field("line", e.line).EndObject();
   }
@@ -107,15 +104,11 @@ void WriteFrames(JsonWriter& w, const MemoryEvent& e) {
 }
 
 void WriteTraceEntry(JsonWriter& w, const char* action, int64_t address, int64_t bytes, const MemoryEvent& e) {
-  w.NewLine().BeginObject().Field("action", action).Field("addr", address).Field("size", bytes).Field("stream", 0);
-  w.Field("time_us", e.time_ns / 1000);
+  w.NewLine().BeginObject();
+  w.Fields("action", action, "addr", address, "size", bytes, "stream", 0, "time_us", e.time_ns / 1000);
   WriteFrames(w, e);
   w.EndObject();
 }
-
-}  // namespace
-
-namespace {
 
 // One segment with the blocks in it that live at the end.
 void WriteSegment(JsonWriter& w, int32_t rank, int64_t begin, int64_t end,
@@ -123,21 +116,11 @@ void WriteSegment(JsonWriter& w, int32_t rank, int64_t begin, int64_t end,
   if (begin == end) return;
   int64_t used = 0;
   for (const auto& [address, event] : blocks) used += SizeOf(*event);
-  w.BeginObject()
-      .Field("device", rank)
-      .Field("address", begin)
-      .Field("total_size", end - begin)
-      .Field("allocated_size", used);
-  w.Field("active_size", used).Field("requested_size", used).Field("stream", 0).Field("segment_type", "large");
-  w.Key("segment_pool_id")
-      .BeginArray()
-      .Int(0)
-      .Int(0)
-      .EndArray()
-      .Field("is_expandable", false)
-      .Key("frames")
-      .BeginArray();
-  w.BeginObject().Field("name", name).Field("filename", "program").Field("line", int64_t{0}).EndObject().EndArray();
+  w.BeginObject().Fields("device", rank, "address", begin, "total_size", end - begin, "allocated_size", used);
+  w.Fields("active_size", used, "requested_size", used, "stream", 0, "segment_type", "large");
+  w.Key("segment_pool_id").BeginArray().Int(0).Int(0).EndArray().Field("is_expandable", false);
+  w.Key("frames").BeginArray();
+  w.BeginObject().Fields("name", name, "filename", "program", "line", 0).EndObject().EndArray();
   w.Key("blocks").BeginArray();
   int64_t at = begin;
   auto gap = [&](int64_t until) {
@@ -147,11 +130,7 @@ void WriteSegment(JsonWriter& w, int32_t rank, int64_t begin, int64_t end,
   };
   for (const auto& [address, event] : blocks) {
     gap(address);
-    w.NewLine()
-        .BeginObject()
-        .Field("address", address)
-        .Field("size", SizeOf(*event))
-        .Field("requested_size", event->bytes);
+    w.NewLine().BeginObject().Fields("address", address, "size", SizeOf(*event), "requested_size", event->bytes);
     w.Field("state", "active_allocated");
     WriteFrames(w, *event);
     w.EndObject();

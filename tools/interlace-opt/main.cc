@@ -116,12 +116,8 @@ Result<std::string> Transform(const Flags& flags, const std::vector<PassCall>& c
   return flags.digest ? Digest(printed) + "\n" : printed;
 }
 
-// The stages' files lie beside the set's own.
 Result<std::string> CheckSet(const std::string& path) {
-  INTERLACE_ASSIGN(const std::string text, ReadFile(path));
-  const std::string folder = path.substr(0, path.rfind('/') + 1);  // empty when it has none
-  INTERLACE_ASSIGN(const ProgramSet set,
-                   ParseProgramSet(text, path, [&](const std::string& file) { return ReadFile(folder + file); }));
+  INTERLACE_ASSIGN(const ProgramSet set, ReadProgramSet(path));
   INTERLACE_TRY(CheckProgramSet(set));
   return "ok: " + std::to_string(set.stages.size()) + " stages along " + set.axis + "\n";
 }

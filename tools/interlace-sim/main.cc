@@ -1,16 +1,17 @@
 // interlace-sim — predicts a step: program and cluster in; a summary, JSON, a trace or a memory snapshot out. Exit
 // codes: 0 fine, 1 the program, cluster or profile says no, 2 wrong command line.
 #include <algorithm>
-#include <charconv>
 #include <filesystem>
 #include <iostream>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/command_line.h"
 #include "base/files.h"
+#include "base/scan.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "sim/simulate.h"
@@ -78,15 +79,10 @@ Status Read(const std::vector<std::string>& args, Flags& flags) {
 
 // "3=1.5"
 Result<std::pair<int64_t, double>> ReadSlow(std::string_view text) {
-  std::pair<int64_t, double> out;
-  size_t equals = text.find('=');
-  const char* end = text.data() + text.size();
-  if (equals != std::string_view::npos) {
-    auto [rank_end, bad_rank] = std::from_chars(text.data(), text.data() + equals, out.first);
-    auto [factor_end, bad_factor] = std::from_chars(text.data() + equals + 1, end, out.second);
-    bool whole = rank_end == text.data() + equals && factor_end == end;
-    if (whole && bad_rank == std::errc() && bad_factor == std::errc()) return out;
-  }
+  const std::vector<std::string_view> parts = Split(text, '=');
+  const std::optional<int64_t> rank = ParseNumber<int64_t>(parts[0]);
+  const std::optional<double> factor = ParseNumber<double>(parts.back());
+  if (parts.size() == 2 && rank && factor) return std::pair(*rank, *factor);
   return MakeError("--slow: expected RANK=FACTOR, found '", text, "'");
 }
 
@@ -123,10 +119,7 @@ Status Show(const std::string& text) {
 }
 
 Status RunSet(const Flags& flags, const SimulateOptions& options) {
-  INTERLACE_ASSIGN(const std::string text, ReadFile(flags.set));
-  const std::string folder = flags.set.substr(0, flags.set.rfind('/') + 1);  // empty when it has none
-  INTERLACE_ASSIGN(const ProgramSet set,
-                   ParseProgramSet(text, flags.set, [&](const std::string& file) { return ReadFile(folder + file); }));
+  INTERLACE_ASSIGN(const ProgramSet set, ReadProgramSet(flags.set));
   INTERLACE_TRY(CheckProgramSet(set));
   INTERLACE_ASSIGN(const Machine machine, ReadMachine(flags));
   INTERLACE_ASSIGN(const SetSimulation s, SimulateSet(set, machine.cluster, machine.profile(),

@@ -57,8 +57,7 @@ def measure_one_by_one(
         if alone is None:
             continue
         one = _core.Program.parse(alone, "one op")
-        need = facts["result_bytes"] + one.summary()["input_bytes"] if "input_bytes" in one.summary() else facts["result_bytes"]
-        if need * 2 * machine.ranks > memory_bytes:
+        if facts["result_bytes"] * 2 * machine.ranks > memory_bytes:
             continue
         times = StepTimes(machine.ranks, machine.threads, machine.cores)
         problem = None

@@ -162,12 +162,10 @@ def _arena(report: Report) -> str:
     arena = report.details["arena"]
     if arena is None:
         return ""
-    top, live, reserved = (bytes_text(arena[f"{what}_bytes"]) for what in ("top", "live", "reserved"))
+    top, live = bytes_text(arena["top_bytes"]), bytes_text(arena["live_bytes"])
     lost = percent_text(arena["fragmentation"])
     words = f"All that comes and goes in a step has a planned place in one arena of {top}: at most {live} live at once"
     words += f", {lost} is lost between."
-    if arena["reserved_bytes"] > arena["top_bytes"]:
-        words += f" It has {reserved} of addresses; pages that nothing lives on are given back."
     if arena["left_out"]:
         words += f" {arena['left_out']:,} small storages are not drawn."
     return (

@@ -76,8 +76,7 @@ class CopyWriter {
 
   template <typename KindOrName>
   Op& New(KindOrName what, const Op& tags) {
-    Op& op = program_.AddOp(what);
-    CopyTags(tags, op);
+    Op& op = AddLike(program_, tags, what);
     ops_.push_back(op.id);
     return op;
   }

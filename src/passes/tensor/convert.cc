@@ -106,11 +106,8 @@ ValueId Cutter::Exchange(OpKind kind, ValueId operand, const Geometry& result, i
   start.SetAttr("axis", Arg::Word(options_.axis));
   if (dim >= 0) start.SetAttr("dim", Arg::Int(dim));
   const ValueId value = AddResult(start, result, placement);
-  Op& wait = program_.AddOp(TraitsOf(kind).partner);
-  CopyTags(start, wait);
-  wait.args.push_back(Arg::Of(value));
   phase_.ops.push_back(start.id);
-  phase_.ops.push_back(wait.id);
+  phase_.ops.push_back(AddLike(program_, start, TraitsOf(kind).partner, {value}).id);
   return value;
 }
 

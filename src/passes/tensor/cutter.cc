@@ -149,10 +149,12 @@ Status Cutter::Visit(OpId id) {
       return MakeError("%", written, " is cut over the ranks of axis ", options_.axis, " and written in place");
   }
   const bool sent = op.kind == OpKind::kCopy && op.Attr("message") != nullptr;  // to another stage (pass `borders`)
-  if (sent || (IsOwn(op) && op.kind != OpKind::kCopy)) {  // output, assign, opaque modules
+  if (sent || (IsOwn(op) && op.kind != OpKind::kCopy)) {                        // output, assign, opaque modules
     const Arg* name = op.kind == OpKind::kOutput ? op.Attr("name") : nullptr;
     const auto cut = name == nullptr ? activations_.end() : activations_.find(name->text);
-    ForEachOperand(program_.op(id), [&](ValueId& v) { v = cut == activations_.end() ? AsWhole(v) : AsPart(v, {cut->second, 1}); });
+    ForEachOperand(program_.op(id), [&](ValueId& v) {
+      v = cut == activations_.end() ? AsWhole(v) : AsPart(v, {cut->second, 1});
+    });
     phase_.ops.push_back(id);
     return Ok{};
   }
@@ -233,7 +235,8 @@ std::vector<Cutter::Way> Cutter::WaysOf(const Op& op, const Rule& rule, const st
     std::optional<DimCut> cut = CutOf(operands[i]);
     // A table that is whole would make all rows whole, which costs no transfer; but the backward part keeps them.
     if (looked_up && i == 1 && placement.is_whole()) {
-      if (int64_t period = RowPeriod(op.results[0]); period > 0) cut = CutOfView(geometry_[op.results[0]], period, ranks_);
+      if (int64_t period = RowPeriod(op.results[0]); period > 0)
+        cut = CutOfView(geometry_[op.results[0]], period, ranks_);
     }
     if (auto input = row_inputs_.find(program_.RootOf(operands[i])); input != row_inputs_.end())
       cut = CutOfView(geometry_[operands[i]], input->second, ranks_);
@@ -320,8 +323,7 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
 
 Status Cutter::Generic(OpId id) {
   const Op& op = Read(id);
-  std::vector<ValueId> operands;
-  ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
+  const std::vector<ValueId> operands = OperandValues(op);
   const bool as_it_was = static_cast<size_t>(id) < facts_.rules.size() && op.name == facts_.names[id];
   std::optional<Rule> anew;
   const Rule& rule = as_it_was ? facts_.rules[id]
@@ -358,8 +360,7 @@ Status Cutter::Generic(OpId id) {
   Know(partial, geometry_[result]);
   seen_as_[partial] = result;  // later on, as whom its rows are seen
   INTERLACE_TRY(Generic(id));
-  Op& add = program_.AddOp("aten.add.Tensor");
-  CopyTags(program_.op(id), add);
+  Op& add = AddLike(program_, program_.op(id), "aten.add.Tensor");
   add.args = {Arg::Of(partial), bias};
   add.results = {result};
   program_.value(result).def = add.id;
@@ -370,8 +371,7 @@ Status Cutter::Generic(OpId id) {
 void Cutter::Carry(OpId id, const Rule& rule, const Way& way) {
   size_t i = 0;
   std::vector<ValueId> fitted;
-  std::vector<ValueId> operands;
-  ForEachOperand(Read(id), [&](ValueId v) { operands.push_back(v); });
+  const std::vector<ValueId> operands = OperandValues(Read(id));
   for (ValueId operand : operands) {
     const std::optional<DimCut> cut = CutIn(rule.operands[i++], way);
     if (cut) {

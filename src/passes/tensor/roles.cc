@@ -36,8 +36,7 @@ class Reader {
     for (OpId id : program_.MicroBatchPhase()->ops) {
       const Op& op = program_.op(id);
       if (op.part == Part::kBackward) break;
-      std::vector<ValueId> operands;
-      ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
+      const std::vector<ValueId> operands = OperandValues(op);
       for (ValueId operand : operands) {
         const Param* param = ParamAt(operand);
         if (param == nullptr || geometry_[param->value].sizes.size() < 2) continue;

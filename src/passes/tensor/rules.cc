@@ -181,17 +181,9 @@ class Builder {
   void Spec(std::string_view spec) {
     if (spec.empty()) return;
     std::unordered_map<char, int32_t> factors;
-    std::vector<std::string_view> left, right;
     const size_t arrow = spec.find("->");
-    auto split = [](std::string_view text, std::vector<std::string_view>& out) {
-      for (size_t at = 0; at <= text.size();) {
-        const size_t comma = std::min(text.find(',', at), text.size());
-        out.push_back(text.substr(at, comma - at));
-        at = comma + 1;
-      }
-    };
-    split(spec.substr(0, arrow), left);
-    split(spec.substr(arrow + 2), right);
+    const std::vector<std::string_view> left = Split(spec.substr(0, arrow), ',');
+    const std::vector<std::string_view> right = Split(spec.substr(arrow + 2), ',');
     auto each = [&](auto&& f) {
       for (size_t i = 0; i < operands_.size() && i < left.size(); ++i) f(rule_.operands[i], operands_[i], left[i]);
       for (size_t i = 0; i < results_.size() && i < right.size(); ++i) f(rule_.results[i], results_[i], right[i]);

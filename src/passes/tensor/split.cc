@@ -58,8 +58,7 @@ class Copies {
   }
 
   bool Varies(const Op& op) const {
-    bool found = false;
-    ForEachOperand(op, [&](ValueId v) { found = found || varies_[v] || varies_[program_.RootOf(v)]; });
+    bool found = AnyOperand(op, [&](ValueId v) { return varies_[v] || varies_[program_.RootOf(v)]; });
     for (const Arg& arg : op.args) found = found || HasIndex(arg);
     for (ValueId result : op.results) found = found || (result != kNone && !program_.value(result).offset.is_const());
     return found;
@@ -136,8 +135,7 @@ class Copies {
       const Type whole = program_.value(operand).type;
       ValueId sum = operand;
       for (int64_t k = 1; k < parts_; ++k) {
-        Op& op = NewOp(start, "aten.add.Tensor");
-        op.args = {Arg::Of(sum), Arg::Of(Of(operand, k))};
+        Op& op = NewOp(start, "aten.add.Tensor", {sum, Of(operand, k)});
         const bool last = k + 1 == parts_ && start.kind == OpKind::kAllReduceStart;
         if (last) {
           Gives(op, result);
@@ -150,14 +148,12 @@ class Copies {
       const int64_t dim = start.Attr("dim")->integer.value;
       varies_[result] = true;
       for (int64_t k = 0; k < parts_; ++k) {
-        Op& slice = NewOp(start, "view");
-        slice.args = {Arg::Of(sum)};
+        Op& slice = NewOp(start, "view", {sum});
         Type type = program_.value(result).type;
         const int64_t step = type.sizes[dim].value * whole.strides[dim].value;
         type.strides = whole.strides;
         const ValueId mine = program_.AddView(slice, type, sum, Dim(k * step));
-        Op& copy = NewOp(start, "copy");
-        copy.args = {Arg::Of(mine)};
+        Op& copy = NewOp(start, "copy", {mine});
         if (k == 0) {
           Gives(copy, result);
         } else {
@@ -168,9 +164,8 @@ class Copies {
     }
   }
 
-  Op& NewOp(const Op& like, std::string name) {
-    Op& op = program_.AddOp(std::move(name));
-    CopyTags(like, op);
+  Op& NewOp(const Op& like, std::string name, std::initializer_list<ValueId> operands = {}) {
+    Op& op = AddLike(program_, like, std::move(name), operands);
     phase_.ops.push_back(op.id);
     return op;
   }
