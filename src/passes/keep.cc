@@ -146,7 +146,7 @@ class PhaseRewriter {
 
 }  // namespace
 
-std::vector<UnitId> KeepableUnits(const Program& program) {
+std::vector<UnitId> UnitsGatheredAgain(const Program& program) {
   std::vector<int64_t> gathers(program.units.size(), 0);
   for (const auto& [phase, count] : program.RunOrder()) {
     if (phase->kind != PhaseKind::kMicroBatch) continue;
@@ -165,9 +165,13 @@ std::vector<UnitId> KeepableUnits(const Program& program) {
   return units;
 }
 
+std::vector<UnitId> KeepableUnits(const Program& program) {
+  return program.stage ? std::vector<UnitId>() : UnitsGatheredAgain(program);
+}
+
 Result<bool> KeepGathered(Program& program, const std::vector<UnitId>& units) {
   if (units.empty()) return false;
-  const std::vector<UnitId> keepable = KeepableUnits(program);
+  const std::vector<UnitId> keepable = UnitsGatheredAgain(program);
   std::set<UnitId> wanted;
   for (UnitId unit : units) {
     if (std::binary_search(keepable.begin(), keepable.end(), unit)) wanted.insert(unit);

@@ -16,10 +16,12 @@
 
 namespace interlace {
 
-// Units that are gathered in micro-batches, from states, more than once in a step: those that can be kept. By id.
+// Units that are gathered in micro-batches, from states, more than once in a step. By id.
+std::vector<UnitId> UnitsGatheredAgain(const Program& program);
+// Those of them that can be kept: none of a pipeline's stage, which gathers for each of its runs.
 std::vector<UnitId> KeepableUnits(const Program& program);
 // Keeps them; true when anything changed. Units that are gathered once or not at all stay as they are.
-// Error: phases that hand values on already in another way.
+// Error: a stage of a pipeline, phases that hand values on already in another way.
 Result<bool> KeepGathered(Program& program, const std::vector<UnitId>& units);
 
 }  // namespace interlace

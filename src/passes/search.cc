@@ -95,6 +95,7 @@ class Searcher {
     const PassCall greedy = Within(limit, "bucket", {{"mode", "greedy"}});
     INTERLACE_TRY(Heuristic("greedy buckets, reorder", {greedy, MakeCall("reorder")}, shown));
     INTERLACE_TRY(Heuristic("prefetch", {prefetch}, shown));
+    if (base_.stage) return Ok{};  // nothing of it can be kept
     INTERLACE_TRY(Heuristic("unshard", {unshard}, shown));
     return Heuristic("prefetch, unshard", {prefetch, unshard}, shown);
   }

@@ -206,7 +206,10 @@ class VariantSearch {
     Program base = captured_.Clone();
     // Nothing can run again, or micro-batches depend on one another.
     if (!RunUnverified(base, CallsOf(captured)).ok()) return SearchResult{};
-    INTERLACE_TRY(RunUnverified(base, Since(captured)));
+    const Status since = RunUnverified(base, Since(captured));
+    // What runs again may not go with a pipeline's borders, or with ranks that share a product.
+    if (!since.ok() && captured == CapturedDecisions{}) return since.error();
+    if (!since.ok()) return SearchResult{};
     return TrySchedules(base, costs_, search_);
   }
 

@@ -151,7 +151,7 @@ class UnshardPlan {
 
 Result<bool> Unshard(Program& program, const PassOptions& options) {
   const std::string wanted = options.Text("units", "auto");
-  const std::vector<UnitId> keepable = KeepableUnits(program);
+  const std::vector<UnitId> keepable = UnitsGatheredAgain(program);
   if (wanted == "none") return false;
   if (wanted == "all") return KeepGathered(program, keepable);
   if (wanted != "auto") {

@@ -310,19 +310,50 @@ Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& fl
 
 namespace {
 
-// As pass `borders` has noted; what was added since, and has no note, stands where what it reads is made.
-std::vector<int32_t> NotedStages(const Flow& flow) {
-  std::vector<int32_t> stage(static_cast<size_t>(flow.size()), -1);
-  for (int32_t i = 0; i < flow.size(); ++i) {
-    if (flow.Repeats(i)) continue;
+// Where an op's results are used first: by op, the stage that is noted of what reads them, -1 if nobody does.
+std::vector<int32_t> NotedUses(const Flow& flow) {
+  std::vector<int32_t> use(static_cast<size_t>(flow.size()), -1);
+  for (int32_t i = flow.size() - 1; i >= 0; --i) {
     if (const Arg* noted = flow.op(i).Attr(kStage)) {
-      stage[i] = static_cast<int32_t>(noted->integer.value);
+      use[i] = static_cast<int32_t>(noted->integer.value);
       continue;
     }
+    const bool backward = i >= flow.first_backward();
+    for (ValueId id : flow.op(i).results) {
+      const ValueId root = id == kNone ? kNone : flow.NeedOf(id);
+      if (root == kNone) continue;
+      for (const int32_t reader : flow.Readers(root)) {
+        if (reader <= i || use[reader] < 0) continue;
+        const bool sooner = backward ? use[reader] > use[i] : use[reader] < use[i];
+        if (use[i] < 0 || sooner) use[i] = use[reader];
+      }
+    }
+  }
+  return use;
+}
+
+// As pass `borders` has noted. What was added since, and has no note, stands where what it reads is made; but what is
+// made of copies that cross alone stands where it is used, for nothing else crosses.
+std::vector<int32_t> NotedStages(const Flow& flow) {
+  const std::vector<int32_t> use = NotedUses(flow);
+  std::vector<int32_t> stage(static_cast<size_t>(flow.size()), -1);
+  std::vector<char> crosses(static_cast<size_t>(flow.size()), 0);
+  for (int32_t i = 0; i < flow.size(); ++i) {
+    if (flow.Repeats(i)) continue;
+    const Op& op = flow.op(i);
+    if (const Arg* noted = op.Attr(kStage)) {
+      stage[i] = static_cast<int32_t>(noted->integer.value);
+      crosses[i] = op.kind == OpKind::kCopy && op.Attr(kMark) != nullptr ? 1 : 0;
+      continue;
+    }
+    bool of_copies = false, of_others = false;
     for (ValueId root : flow.Needs(i)) {
       const int32_t from = flow.DefOf(root);
-      if (from >= 0 && from < i) stage[i] = std::max(stage[i], stage[from]);
+      if (from < 0 || from >= i || flow.Repeats(from)) continue;
+      stage[i] = std::max(stage[i], stage[from]);
+      (crosses[from] != 0 ? of_copies : of_others) = true;
     }
+    if (of_copies && !of_others && use[i] >= 0) stage[i] = use[i], crosses[i] = 1;
     stage[i] = std::max(stage[i], 0);
   }
   return stage;

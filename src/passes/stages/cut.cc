@@ -103,8 +103,10 @@ Status CheckTensor(const Program& program, const stages::Layout& layout, const s
     const Arg* mark = value.kind == ValueKind::kResult ? program.op(value.def).Attr(stages::kMark) : nullptr;
     if (mark != nullptr && program.op(value.def).kind == OpKind::kCopy) continue;
     const auto name = names.find(message.root);
-    return MakeError("'", name == names.end() ? "a parameter" : name->second, "' goes from stage ", from, " to stage ",
-                     to, ", which cut products over ", recut.tensor(from), " and ", recut.tensor(to),
+    std::string what = name == names.end() ? "%" + std::to_string(message.root) : name->second;
+    for (const Param& param : program.params) what = param.value == message.root ? param.name : what;
+    return MakeError("'", what, "' goes from stage ", from, " to stage ", to, ", which cut products over ",
+                     recut.tensor(from), " and ", recut.tensor(to),
                      " ranks, and is not whole; give both the same tp, or choose other borders");
   }
   for (const auto& [param, ranks] : layout.shared) {
@@ -177,7 +179,8 @@ struct Dealing {
     if (straight.ok() && at != "auto") return straight;
     INTERLACE_ASSIGN(Dealt one, straight.ok() ? std::move(straight) : As({ranks}, "auto"));
     Result<Dealt> v = As({ranks, 2, true}, at);
-    if (at != "auto") return v.ok() ? std::move(v) : std::move(straight);
+    const bool of_v = std::count(at.begin(), at.end(), '+') + 2 == 2 * ranks;  // borders for as many stages
+    if (at != "auto") return v.ok() || of_v ? std::move(v) : std::move(straight);
     Judge(one);
     if (!v.ok()) return one;
     Judge(*v);
