@@ -6,6 +6,7 @@
 #include "base/scan.h"
 #include "base/suggest.h"
 #include "passes/step_line.h"
+#include "passes/stages/recut.h"
 
 namespace interlace::stages {
 namespace {
