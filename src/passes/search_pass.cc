@@ -258,9 +258,11 @@ bool SearchesCaptured(const PassOptions& options) {
 Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOptions& options) {
   INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
-  const bool recompute = options.Text("recompute", "auto") == "auto";
+  // What a pipeline's stages send one another follows from these, and no stage decides it alone.
+  const bool alone = !program.stage.has_value();
+  const bool recompute = alone && options.Text("recompute", "auto") == "auto";
   const std::vector<CapturedDecisions> variants =
-      CapturedSpace(origin.captured, program, recompute, options.Text("breadth_first", "auto") == "auto",
+      CapturedSpace(origin.captured, program, recompute, alone && options.Text("breadth_first", "auto") == "auto",
                     options.Text("accumulate", "none") == "auto");
   const auto count = static_cast<int64_t>(variants.size());
   if (search.evaluations > 0) {

@@ -334,7 +334,7 @@ std::vector<int32_t> NotedUses(const Flow& flow) {
 }
 
 // As pass `borders` has noted. What was added since, and has no note, stands where what it reads is made; but what is
-// made of copies that cross alone stands where it is used, for nothing else crosses.
+// made of parameters and of copies that cross stands where it is used, for nothing else crosses.
 std::vector<int32_t> NotedStages(const Flow& flow) {
   const std::vector<int32_t> use = NotedUses(flow);
   std::vector<int32_t> stage(static_cast<size_t>(flow.size()), -1);
@@ -354,7 +354,7 @@ std::vector<int32_t> NotedStages(const Flow& flow) {
       stage[i] = std::max(stage[i], stage[from]);
       (crosses[from] != 0 ? of_copies : of_others) = true;
     }
-    if (of_copies && !of_others && use[i] >= 0) stage[i] = use[i], crosses[i] = 1;
+    if (!of_others && use[i] >= 0) stage[i] = use[i], crosses[i] = of_copies ? 1 : 0;
     stage[i] = std::max(stage[i], 0);
   }
   return stage;
