@@ -83,11 +83,18 @@ class OpaqueTable:
         n, m = len(call.inputs), len(call.inputs) + len(call.params)
         given = {path: t for (path, _), t in zip(call.inputs, operands[:n], strict=True)}
         args, kwargs = rebuild(call.call, given)
-        buffers = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
-        state = {**dict(zip(call.params, operands[n:m], strict=True)), **buffers}
+        own = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
+        state = {**dict(zip(call.params, operands[n:m], strict=True)), **own}
         region = contextlib.nullcontext() if call.autocast is None or not operands else torch.autocast(operands[0].device.type, call.autocast)
         with region, _flags(module, call.training), _flat_weights(module):
-            result = torch.func.functional_call(module, state, args, kwargs)
+            result = torch.func.functional_call(module, state, args, kwargs)  # puts what is assigned anew into `state`
+        buffers = {name: state[name] for name in own}
+        for name, before in own.items():
+            if Meta.of(buffers[name]) != Meta.of(before):
+                raise CaptureError(
+                    f"opaque module '{call.path}' puts {Meta.of(buffers[name])} in the place of its buffer '{name}', which is "
+                    f"{Meta.of(before)}; a program keeps its size"
+                )
         found = dict(tensor_leaves(result))
         got = [(path, Meta.of(t)) for path, t in found.items() if any(path == p for p, _ in call.outputs)]
         if got != call.outputs:
