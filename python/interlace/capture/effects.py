@@ -7,8 +7,10 @@ buffer or tensor attribute that is assigned anew becomes an `assign` of the prog
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
 from typing import Any
@@ -22,6 +24,7 @@ from interlace.capture.watch import Change
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def generators() -> tuple[Any, Any]:
@@ -73,14 +76,27 @@ def drawing_line(run: Callable[[], Any], sites: Sites) -> tuple[str, str | None]
     state = generators()
     last: tuple[str, str | None] = ("", None)
     found: tuple[str, str | None] | None = None
+    inside: dict[FrameType, str | None] = {}  # the module that each frame runs in
+
+    def named(frame: FrameType) -> bool:
+        """Not Python's own files: a line of theirs that has just run says nothing, and one that draws was asked to."""
+        return is_user_file(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith(_STDLIB)
 
     def follow(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal last, found
-        if not is_user_file(frame.f_code.co_filename):
+        if not named(frame):
             return None
         if found is None and generators() != state:
             found = last
-        last = (f"{frame.f_code.co_filename}:{frame.f_lineno}", sites.stack_paths[-1] if sites.stack_paths else None)
+        inside[frame] = sites.stack_paths[-1] if sites.stack_paths else None
+        at: FrameType | None = frame
+        if event == "return":  # what follows is in the line that has called
+            del inside[frame]
+            at = frame.f_back
+            while at is not None and at not in inside:
+                at = at.f_back
+        if at is not None:
+            last = (f"{at.f_code.co_filename}:{at.f_lineno}", inside[at])
         return follow
 
     before = sys.gettrace()

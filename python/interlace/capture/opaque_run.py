@@ -13,7 +13,9 @@ from torch import nn
 from interlace.capture.effects import kept_draws
 from interlace.capture.inputs import rebuild
 from interlace.capture.literals import quote
+from interlace.capture.model_tensors import flat_weights_kept
 from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
+from interlace.capture.tracing import with_left
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -86,7 +88,7 @@ class OpaqueTable:
         own = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
         state = {**dict(zip(call.params, operands[n:m], strict=True)), **own}
         region = contextlib.nullcontext() if call.autocast is None or not operands else torch.autocast(operands[0].device.type, call.autocast)
-        with region, _flags(module, call.training), _flat_weights(module):
+        with region, _flags(module, call.training), flat_weights_kept(module):
             result = torch.func.functional_call(module, state, args, kwargs)  # puts what is assigned anew into `state`
         buffers = {name: state[name] for name in own}
         for name, before in own.items():
@@ -132,6 +134,7 @@ class OpaqueTable:
             found: Iterable[Tensor | None] = [None] * len(wanted)
             if pairs:
                 found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+                found = with_left(found, wanted)
                 found = [f.to_dense() if f is not None and f.layout != torch.strided else f for f in found]
         for i, f in zip(call.wanted, found, strict=True):
             if f is not None and i >= len(call.inputs):
@@ -144,17 +147,6 @@ def full_name(call: OpaqueCall, name: str) -> str:
     if call.path == LOSS:
         return name.removeprefix("model.")
     return name if call.path in ("", TAIL) else f"{call.path}.{name}"
-
-
-@contextlib.contextmanager
-def _flat_weights(module: nn.Module) -> Iterator[None]:
-    """Recurrent layers keep their weights in lists too, which would keep those of the call."""
-    lists = [(vars(m), key, vars(m)[key]) for m in module.modules() for key in ("_flat_weights", "_flat_weight_refs") if key in vars(m)]
-    try:
-        yield
-    finally:
-        for values, key, before in lists:
-            values[key] = before
 
 
 @contextlib.contextmanager
