@@ -36,27 +36,33 @@ def generators() -> tuple[Any, Any]:
 
 def draws(device: str) -> list[bytes]:
     """States of torch's generators that modules on a device draw from."""
-    states = [torch.random.get_rng_state()]
-    if device != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state())
-    return [bytes(state.tolist()) for state in states]
+    return [bytes(state.tolist()) for state in states_of(device)]
 
 
 @contextlib.contextmanager
-def kept_draws(device: str, seed: int | None = None) -> Iterator[None]:
-    """Puts torch's generators back, and has them begin with a seed."""
-    there = None if device == "cpu" else torch.get_device_module(device)
-    before, other = torch.random.get_rng_state(), None if there is None else there.get_rng_state()
+def kept_draws(device: str, begin: int | list[Tensor] | None = None) -> Iterator[None]:
+    """Puts torch's generators back, and has them begin with a seed, or where states_of() was taken."""
+    before = states_of(device)
     try:
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-            if there is not None:
-                there.manual_seed(seed)
+        if isinstance(begin, list):
+            put_states(device, begin)
+        elif begin is not None:
+            torch.default_generator.manual_seed(begin)
+            if device != "cpu":
+                torch.get_device_module(device).manual_seed(begin)
         yield
     finally:
-        torch.random.set_rng_state(before)
-        if there is not None:
-            there.set_rng_state(other)
+        put_states(device, before)
+
+
+def states_of(device: str) -> list[Tensor]:
+    return [torch.random.get_rng_state(), *([] if device == "cpu" else [torch.get_device_module(device).get_rng_state()])]
+
+
+def put_states(device: str, states: list[Tensor]) -> None:
+    torch.random.set_rng_state(states[0])
+    if device != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1])
 
 
 @contextlib.contextmanager

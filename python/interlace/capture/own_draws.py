@@ -65,9 +65,10 @@ class OwnDraws:
 
     # ---- torch's own generator, seeded while the model runs ----
 
-    def reseeded(self, name: str) -> None:
-        """The model calls torch.manual_seed, say."""
-        self._reseeds = name
+    def reseeded(self, name: str) -> str:
+        """The model calls torch.manual_seed, say. Gives what it called before."""
+        before, self._reseeds = self._reseeds, name
+        return before
 
     def check(self) -> None:
         """Before a draw from the program's streams. Error: the model expects it to begin with a seed, or where another one did."""

@@ -357,7 +357,7 @@ class Recorder(TorchDispatchMode):
         keep = len(results) - len(written)
         for at, new in zip(written, results[keep:], strict=True):
             self._write(args[at], self.value_of(new), new)
-        return tuple(results[:keep])
+        return tuple(results[:keep]) if keep > 1 else results[0]
 
     # ---- mutation ----
 

@@ -205,9 +205,11 @@ def without_backward(under_way: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def known_seeds(reseeded: Callable[[str], None]) -> Iterator[None]:
-    """Tells of seeds and states that the model gives torch's own generator while it runs; they do nothing."""
+def known_seeds(reseeded: Callable[[str], str]) -> Iterator[None]:
+    """Tells of seeds and states that the model gives torch's own generator while it runs; they do nothing. `reseeded` takes the last
+    function that did and gives the one before."""
     before = {name: getattr(torch, name) for name in ("manual_seed", "set_rng_state")}
+    fork = torch.random.fork_rng
 
     def telling(name: str) -> Callable[..., Any]:
         def tell(*args: Any, **kwargs: Any) -> torch.Generator:
@@ -216,19 +218,30 @@ def known_seeds(reseeded: Callable[[str], None]) -> Iterator[None]:
 
         return tell
 
+    @contextlib.contextmanager
+    def forked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        outside = reseeded("")
+        reseeded(outside)
+        try:
+            yield
+        finally:
+            reseeded(outside)
+
     try:
         for name in before:
             setattr(torch, name, telling(name))
             setattr(torch.random, name, getattr(torch, name))
+        torch.random.fork_rng = forked  # type: ignore[assignment]
         yield
     finally:
+        torch.random.fork_rng = fork  # type: ignore[assignment]
         for name, function in before.items():
             setattr(torch, name, function)
             setattr(torch.random, name, function)
 
 
 def with_left(gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Gradients together with what Functions that call backward() inside of their own backward have left in `grad`, which is emptied."""
+    """Gradients together with what backward() has left in `grad`, which is emptied: Functions may call it inside of their own backward."""
     found: list[torch.Tensor | None] = []
     for gradient, leaf in zip(gradients, leaves, strict=True):
         left, leaf.grad = leaf.grad, None
