@@ -379,8 +379,8 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
   if (any_placed && kernel->results.size() == 1) {
     const bool plain = !kernel->results[0].into && PlainForms::Has(kernel->call.op->operator_name().name);
     if (const auto out = plain ? std::nullopt : FindOutForm(*kernel->call.op)) {
-      if (!kernel->results[0].into && !context.types_checked && !kernel->seeds_default && !kernel->call.takes_generator)
-        kernel->functional = kernel->call.op;
+      if (!kernel->results[0].into && !context.types_checked && !op.rng && !kernel->call.takes_generator)
+        kernel->functional = kernel->call.op;  // one that draws would draw twice
       kernel->call.op = out;
       kernel->call.pushes.push_back({Push::Kind::kTarget, 0});
       kernel->into_target = true;

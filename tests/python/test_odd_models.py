@@ -16,6 +16,7 @@ import ranks
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.errors import CaptureError
@@ -39,6 +40,7 @@ class Net(nn.Module):
         self.function = function
         self.seen: list[int] = []
         self.python, self.numpy = random.Random(0), np.random.default_rng(0)
+        self.own = torch.Generator().manual_seed(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
@@ -82,6 +84,13 @@ def teaches_by_a_count(self: Any, x: Tensor) -> Tensor:
     return y * scale
 
 
+def teaches_by_another_count(self: Any, x: Tensor) -> Tensor:
+    """Puts another buffer in its place each time."""
+    y = self.head(self.a(x)) * (1.0 if int(self.at) < 2 else 0.5)
+    self.at = self.at + 1
+    return y
+
+
 def caches(self: Any, x: Tensor) -> Tensor:
     if self.cos is None:
         self.cos, self.count = torch.arange(8, dtype=x.dtype).cos(), 8
@@ -120,18 +129,89 @@ def draws_from_its_own(self: Any, x: Tensor) -> Tensor:
     return self.head(self.a(x)) * (1 + self.python.random()) * (1 + self.numpy.random())
 
 
-WHOLE = [turns, teaches_in_place, teaches_anew, caches]
-OPAQUE = [teaches_by_a_count, counts, counts_in_a_list, draws_from_its_own, goes_on, packs, looks_up]
+def draws_the_same(self: Any, x: Tensor) -> Tensor:
+    """From a generator that is made anew."""
+    own = torch.Generator().manual_seed(0)
+    noise = torch.randn(x.shape, generator=own, dtype=x.dtype) + torch.empty(8, dtype=x.dtype).uniform_(-1, 1, generator=own)
+    return self.head(self.a(x + 0.1 * noise)[:, torch.randperm(8, generator=own)])
 
 
-def train(function: Callable[[Any, Tensor], Tensor], kind: str = "sgd", **config: Any) -> tuple[list[float], list[float], int, list[float]]:
-    """Losses of eager steps and ours, the number of opaque calls, and how far parameters and buffers are from eager's."""
+def curves(self: Any, x: Tensor) -> Tensor:
+    """Forward-mode differentiation has tangents of zeros without memory."""
+    second = torch.func.hessian(lambda row: self.a(row).tanh().sum())
+    return self.head(self.a(x) + torch.func.vmap(lambda row: second(row).diagonal())(x))
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps results alone; its backward runs the halves again, and leaves the gradients of their parameters in `grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, two: Tensor, f: nn.Module, g: nn.Module) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            one = one + f(two)
+            two = two + g(one)
+        ctx.save_for_backward(one, two)
+        ctx.halves = f, g
+        return one, two
+
+    @staticmethod
+    def backward(ctx: Any, d_one: Tensor, d_two: Tensor) -> Any:
+        (one, two), (f, g) = ctx.saved_tensors, ctx.halves
+        with torch.enable_grad():
+            one = one.detach().requires_grad_()
+            change = g(one)
+            change.backward(d_two)
+            d_one = d_one + one.grad
+            two = (two - change).detach().requires_grad_()
+            torch.autograd.backward(f(two), d_one)
+        return d_one, d_two + two.grad, None, None
+
+
+def reverses(self: Any, x: Tensor) -> Tensor:
+    return self.head(sum(Reversible.apply(self.a(x).tanh(), x, self.a, self.b)))
+
+
+def reverses_by_a_value(self: Any, x: Tensor) -> Tensor:
+    return reverses(self, x) * (1.0 if float(self.a(x).sum()) < 1e9 else 2.0)
+
+
+def checkpoints_by_a_value(self: Any, x: Tensor) -> Tensor:
+    """What runs again in backward runs with the same parameters."""
+    y = checkpoint(lambda z: self.b(self.a(z)).tanh(), x, use_reentrant=False)
+    y = checkpoint(lambda z: self.b(z), y, use_reentrant=True)
+    return self.head(y * (1.0 if float(y.sum()) < 1e9 else 2.0))
+
+
+def draws_on(self: Any, x: Tensor) -> Tensor:
+    return self.head(self.a(x) + torch.randn(x.shape, generator=self.own, dtype=x.dtype))
+
+
+def seeds_itself(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        noise = torch.randn_like(x)
+    return self.head(self.a(x) + noise)
+
+
+WHOLE = [turns, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
+OPAQUE = [
+    teaches_by_a_count, teaches_by_another_count, counts, counts_in_a_list, draws_from_its_own, draws_on, seeds_itself, goes_on, packs,
+    looks_up, reverses_by_a_value, checkpoints_by_a_value,
+]  # fmt: skip
+
+
+def train(
+    function: Callable[[Any, Tensor], Tensor], kind: str = "sgd", draws: int = 0, **config: Any
+) -> tuple[list[float], list[float], int, list[float]]:
+    """Losses of eager steps and ours, the number of opaque calls, and how far parameters and buffers are from eager's. `draws`: a seed that
+    both begin with."""
     rank, size = parity.rank_and_size()
     torch.manual_seed(0)
     model = Net(function).double()
     theirs = copy.deepcopy(model)
     make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2)}[kind]
     optimizer, expected = make(theirs.parameters()), []
+    torch.manual_seed(draws)
     for step in range(STEPS):
         before = {n: b.clone() for n, b in theirs.named_buffers()}
         frozen = {n: p.detach().clone() for n, p in theirs.named_parameters() if not p.requires_grad}
@@ -151,6 +231,7 @@ def train(function: Callable[[Any, Tensor], Tensor], kind: str = "sgd", **config
         expected.append(total)
     settings = interlace.Config(schedule=[], cache="off", timeout_s=60, **config)
     with interlace.compile(model, make(model.parameters()), loss_of, batch_of(rank), settings) as trainer:
+        torch.manual_seed(draws)
         losses = [parity.mean_over_ranks(trainer.step(batch_of(10 * step + rank))) for step in range(STEPS)]
         state = trainer.state_dict(all_ranks=True)
         far = [float((state[n] - t).abs().max()) for n, t in theirs.state_dict().items()]
@@ -172,6 +253,30 @@ def test_opaque(function: Callable[[Any, Tensor], Tensor]) -> None:
     else:
         losses, expected, opaque, far = train(function, "adamw", fullgraph=False)
     assert opaque == 1
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert max(far) < 1e-8
+
+
+@pytest.mark.parametrize("function", [reverses, packs, checkpoints_by_a_value, turns], ids=lambda f: f.__name__)
+def test_the_users_own_python(function: Callable[[Any, Tensor], Tensor]) -> None:
+    losses, expected, _, far = train(function, mode="eager")
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert max(far) < 1e-8
+
+
+def draws(self: Any, x: Tensor) -> Tensor:
+    return self.head(F.rrelu(self.a(x), training=True) * torch.bernoulli(x.sigmoid()) + torch.normal(x, x.exp()))
+
+
+def draws_by_a_value(self: Any, x: Tensor) -> Tensor:
+    y = F.dropout(self.a(x), 0.3)
+    return self.head(y * torch.rand(8, dtype=x.dtype) if float(y.sum()) < 1e9 else y)
+
+
+@pytest.mark.parametrize("function", [draws, draws_by_a_value], ids=lambda f: f.__name__)
+def test_the_draws_of_eager_steps(function: Callable[[Any, Tensor], Tensor]) -> None:
+    losses, expected, opaque, far = train(function, rng="compat", fullgraph=function is draws, draws=5)
+    assert opaque == (function is draws_by_a_value)
     assert losses == pytest.approx(expected, rel=1e-9)
     assert max(far) < 1e-8
 

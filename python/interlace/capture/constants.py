@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -41,6 +42,13 @@ class Constants:
         self._recipes: dict[int, tuple[OpOverload | None, tuple, dict, int]] = {}
         self._by_storage: dict[int, list[int]] = {}
         self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
+        self._complex: dict[tuple[complex, torch.dtype], Tensor] = {}
+
+    def complex_number(self, number: complex, beside: tuple[torch.dtype, ...]) -> Tensor:
+        """A number that the text has no literal for, as precise as what it is computed with."""
+        dtype = torch.complex128 if not beside or {torch.float64, torch.complex128}.intersection(beside) else torch.complex64
+        with _disable_current_modes():
+            return self._complex.setdefault((number, dtype), torch.tensor(number, dtype=dtype))
 
     def knows(self, t: Tensor) -> bool:
         return id(t) in self._recipes and id(t) not in self._of_inputs

@@ -7,8 +7,10 @@ buffer or tensor attribute that is assigned anew becomes an `assign` of the prog
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
 from typing import Any
@@ -22,6 +24,7 @@ from interlace.capture.watch import Change
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def generators() -> tuple[Any, Any]:
@@ -33,27 +36,33 @@ def generators() -> tuple[Any, Any]:
 
 def draws(device: str) -> list[bytes]:
     """States of torch's generators that modules on a device draw from."""
-    states = [torch.random.get_rng_state()]
-    if device != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state())
-    return [bytes(state.tolist()) for state in states]
+    return [bytes(state.tolist()) for state in states_of(device)]
 
 
 @contextlib.contextmanager
-def kept_draws(device: str, seed: int | None = None) -> Iterator[None]:
-    """Puts torch's generators back, and has them begin with a seed."""
-    there = None if device == "cpu" else torch.get_device_module(device)
-    before, other = torch.random.get_rng_state(), None if there is None else there.get_rng_state()
+def kept_draws(device: str, begin: int | list[Tensor] | None = None) -> Iterator[None]:
+    """Puts torch's generators back, and has them begin with a seed, or where states_of() was taken."""
+    before = states_of(device)
     try:
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-            if there is not None:
-                there.manual_seed(seed)
+        if isinstance(begin, list):
+            put_states(device, begin)
+        elif begin is not None:
+            torch.default_generator.manual_seed(begin)
+            if device != "cpu":
+                torch.get_device_module(device).manual_seed(begin)
         yield
     finally:
-        torch.random.set_rng_state(before)
-        if there is not None:
-            there.set_rng_state(other)
+        put_states(device, before)
+
+
+def states_of(device: str) -> list[Tensor]:
+    return [torch.random.get_rng_state(), *([] if device == "cpu" else [torch.get_device_module(device).get_rng_state()])]
+
+
+def put_states(device: str, states: list[Tensor]) -> None:
+    torch.random.set_rng_state(states[0])
+    if device != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1])
 
 
 @contextlib.contextmanager
@@ -73,14 +82,27 @@ def drawing_line(run: Callable[[], Any], sites: Sites) -> tuple[str, str | None]
     state = generators()
     last: tuple[str, str | None] = ("", None)
     found: tuple[str, str | None] | None = None
+    inside: dict[FrameType, str | None] = {}  # the module that each frame runs in
+
+    def named(frame: FrameType) -> bool:
+        """Not Python's own files: a line of theirs that has just run says nothing, and one that draws was asked to."""
+        return is_user_file(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith(_STDLIB)
 
     def follow(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal last, found
-        if not is_user_file(frame.f_code.co_filename):
+        if not named(frame):
             return None
         if found is None and generators() != state:
             found = last
-        last = (f"{frame.f_code.co_filename}:{frame.f_lineno}", sites.stack_paths[-1] if sites.stack_paths else None)
+        inside[frame] = sites.stack_paths[-1] if sites.stack_paths else None
+        at: FrameType | None = frame
+        if event == "return":  # what follows is in the line that has called
+            del inside[frame]
+            at = frame.f_back
+            while at is not None and at not in inside:
+                at = at.f_back
+        if at is not None:
+            last = (f"{at.f_code.co_filename}:{at.f_lineno}", inside[at])
         return follow
 
     before = sys.gettrace()

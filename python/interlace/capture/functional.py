@@ -90,6 +90,9 @@ def draws(info: OpInfo, args: tuple, kwargs: dict) -> bool:
         if at is not None:
             p = kwargs.get(name, args[at] if at < len(args) else 0.0)
             return p != 0.0
+    if info.name.startswith("aten.rrelu"):
+        at = info.positions["training"]
+        return bool(kwargs.get("training", args[at] if at < len(args) else False))
     return True
 
 
@@ -101,6 +104,8 @@ def corrected(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, 
         if training and mean is not None:
             form = aten._native_batch_norm_legit_functional.default
             return form, (x, weight, bias, mean, var, training, momentum, eps), (3, 4)
+    if func is aten.rrelu_with_noise.default:
+        return aten.rrelu_with_noise_functional.default, (*args, *kwargs.values()), (1,)
     return None
 
 

@@ -212,3 +212,14 @@ def swapped(model: nn.Module, fakes: dict[int, Tensor]) -> Iterator[None]:
     finally:
         for where, name, old in reversed(undo):
             where[name] = old
+
+
+@contextlib.contextmanager
+def flat_weights_kept(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers keep their weights in lists too, which would go on to hold what was in the weights' places meanwhile."""
+    lists = [(vars(m), key, vars(m)[key]) for m in model.modules() for key in ("_flat_weights", "_flat_weight_refs") if key in vars(m)]
+    try:
+        yield
+    finally:
+        for values, key, before in lists:
+            values[key] = before

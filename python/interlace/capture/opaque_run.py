@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
-from interlace.capture.effects import kept_draws
+from interlace.capture.effects import kept_draws, states_of
 from interlace.capture.inputs import rebuild
 from interlace.capture.literals import quote
+from interlace.capture.model_tensors import flat_weights_kept
 from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
+from interlace.capture.tracing import with_left
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
 
 
 class OpaqueTable:
-    """The opaque calls of a model's programs, and what they cost. `loss_fn`: that of training.
+    """The opaque calls of a model's programs, and what they cost. `loss_fn`: that of training. `compat`: they draw from torch's own
+    generators, as they come.
 
     `used`: the parameters that got a gradient since it was emptied. `sometimes`: those with a gradient in those steps alone in which an
     opaque module uses them."""
 
-    def __init__(self, model: nn.Module, calls: Iterable[OpaqueCall] = (), loss_fn: Any = None) -> None:
-        self.model, self.loss_fn = model, loss_fn
+    def __init__(self, model: nn.Module, calls: Iterable[OpaqueCall] = (), loss_fn: Any = None, compat: bool = False) -> None:
+        self.model, self.loss_fn, self.compat = model, loss_fn, compat
         self.sometimes: set[str] = set()
         self.calls: dict[str, OpaqueCall] = {}
         self.used: set[str] = set()
@@ -34,6 +39,8 @@ class OpaqueTable:
         self._cost: dict[str, list[float]] = {}  # runs, seconds
         # Of stateful calls, whose forward runs once: operands and outputs with their graph, until backward, by their seeds.
         self._states: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._numbers = itertools.count()
+        self._begins: dict[int, list[Tensor]] = {}  # with `compat`: where generators were before a forward part, until backward
         self.add(calls)
 
     def add(self, calls: Iterable[OpaqueCall], sometimes: Iterable[str] = (), loss_fn: Any = None) -> None:
@@ -83,11 +90,17 @@ class OpaqueTable:
         n, m = len(call.inputs), len(call.inputs) + len(call.params)
         given = {path: t for (path, _), t in zip(call.inputs, operands[:n], strict=True)}
         args, kwargs = rebuild(call.call, given)
-        buffers = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
-        state = {**dict(zip(call.params, operands[n:m], strict=True)), **buffers}
-        region = contextlib.nullcontext() if call.autocast is None or not operands else torch.autocast(operands[0].device.type, call.autocast)
-        with region, _flags(module, call.training), _flat_weights(module):
-            result = torch.func.functional_call(module, state, args, kwargs)
+        own = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
+        state = {**dict(zip(call.params, operands[n:m], strict=True)), **own}
+        with _installed(call, module, operands, state):
+            result = module(*args, **kwargs)
+        buffers = {name: state[name] for name in own}  # or what the module has put in their places
+        for name, before in own.items():
+            if Meta.of(buffers[name]) != Meta.of(before):
+                raise CaptureError(
+                    f"opaque module '{call.path}' puts {Meta.of(buffers[name])} in the place of its buffer '{name}', which is "
+                    f"{Meta.of(before)}; a program keeps its size"
+                )
         found = dict(tensor_leaves(result))
         got = [(path, Meta.of(t)) for path, t in found.items() if any(path == p for p, _ in call.outputs)]
         if got != call.outputs:
@@ -101,7 +114,7 @@ class OpaqueTable:
         kept = call.stateful and bool(call.wanted)
         if kept:  # parameters lie elsewhere, or nowhere, until backward
             operands = [t.detach().clone().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
-        with torch.set_grad_enabled(kept), _seeded(torch.randint(1 << 62, ()) if call.random else None, operands) as seed:
+        with torch.set_grad_enabled(kept), self._drawing(call, operands) as seed:
             outputs, buffers = self._run(call, module, operands)
         if kept and seed is not None:
             self._states[int(seed)] = operands, outputs
@@ -113,7 +126,9 @@ class OpaqueTable:
         grads, operands = operands[:count], operands[count:]
         seed = operands.pop() if call.random else None
         kept = self._states.pop(int(seed), None) if seed is not None else None
-        with torch.enable_grad(), _seeded(seed, operands):
+        begin = None if seed is None else self._begins.pop(int(seed), int(seed))
+        n, m = len(call.inputs), len(call.inputs) + len(call.params)
+        with torch.enable_grad(), contextlib.nullcontext() if begin is None else kept_draws(_device(operands), begin):
             if kept is None:
                 operands = [t.detach().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
                 outputs, _ = self._run(call, module, operands)
@@ -123,13 +138,44 @@ class OpaqueTable:
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
             wanted = [operands[i] for i in call.wanted]
             found: Iterable[Tensor | None] = [None] * len(wanted)
-            if pairs:
-                found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            if pairs:  # checkpoints and Functions may call modules again
+                with _installed(call, module, operands, dict(zip([*call.params, *call.buffers], operands[n:], strict=True))):
+                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                found = with_left([None] * len(wanted), wanted)
                 found = [f.to_dense() if f is not None and f.layout != torch.strided else f for f in found]
         for i, f in zip(call.wanted, found, strict=True):
             if f is not None and i >= len(call.inputs):
                 self.used.add(full_name(call, call.params[i - len(call.inputs)]))
         return [torch.zeros_like(t) if f is None else f for t, f in zip(wanted, found, strict=True)]
+
+    @contextlib.contextmanager
+    def _drawing(self, call: OpaqueCall, operands: list[Tensor]) -> Iterator[Tensor | None]:
+        """Around a forward part that draws: gives the seed that its backward part gets."""
+        if not call.random:
+            yield None
+            return
+        if self.compat:
+            number = next(self._numbers)
+            if call.wanted:
+                self._begins[number] = states_of(_device(operands))
+            yield torch.tensor(number)
+            return
+        seed = torch.randint(1 << 62, ())
+        with kept_draws(_device(operands), int(seed)):
+            yield seed
+
+
+def _device(operands: list[Tensor]) -> str:
+    return operands[0].device.type if operands else "cpu"
+
+
+@contextlib.contextmanager
+def _installed(call: OpaqueCall, module: nn.Module, operands: list[Tensor], state: dict[str, Tensor]) -> Iterator[None]:
+    """The module with these tensors in the places of its own, and as it was when the call was learnt; what it puts there itself is in
+    `state` afterwards."""
+    region = contextlib.nullcontext() if call.autocast is None or not operands else torch.autocast(operands[0].device.type, call.autocast)
+    with region, _flags(module, call.training), flat_weights_kept(module), _reparametrize_module(module, state, tie_weights=True):
+        yield
 
 
 def full_name(call: OpaqueCall, name: str) -> str:
@@ -137,17 +183,6 @@ def full_name(call: OpaqueCall, name: str) -> str:
     if call.path == LOSS:
         return name.removeprefix("model.")
     return name if call.path in ("", TAIL) else f"{call.path}.{name}"
-
-
-@contextlib.contextmanager
-def _flat_weights(module: nn.Module) -> Iterator[None]:
-    """Recurrent layers keep their weights in lists too, which would keep those of the call."""
-    lists = [(vars(m), key, vars(m)[key]) for m in module.modules() for key in ("_flat_weights", "_flat_weight_refs") if key in vars(m)]
-    try:
-        yield
-    finally:
-        for values, key, before in lists:
-            values[key] = before
 
 
 @contextlib.contextmanager
@@ -165,13 +200,3 @@ def _flags(module: nn.Module, training: dict[str, bool]) -> Iterator[None]:
     finally:
         for m, _, flag in modules:
             m.training = flag
-
-
-@contextlib.contextmanager
-def _seeded(seed: Tensor | None, operands: list[Tensor]) -> Iterator[Tensor | None]:
-    """Runs under a seed and puts the generators back; does nothing without one."""
-    if seed is None:
-        yield None
-        return
-    with kept_draws(operands[0].device.type if operands else "cpu", int(seed)):
-        yield seed

@@ -17,6 +17,7 @@ from interlace.capture.effects import as_after, drawing_line, generators, grows,
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
+from interlace.capture.own_draws import RATHER
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
@@ -219,11 +220,18 @@ def _watched(
             f"{line}: random numbers of Python or NumPy are drawn{trace.module()}, which a program would draw once and keep; draw "
             "them with torch, or in the training loop, as a part of the batch"
         )
-    if watch.varies:
+    drawn = trace.recorder.own_draws
+    if watch.varies or drawn.drawn:
         with kept_generators():
             second = again()
             watch.draw_on()
             run(second)
+        if other := drawn.other(second.recorder.own_draws):
+            place, trace.sites.failed = other
+            raise CaptureError(
+                f"{place}: random numbers are drawn from a generator of its own{trace.module()} that goes on from step to step, and a "
+                f"program would draw once and keep them; {RATHER}"
+            )
         for mine, its in zip(trace.body().splitlines(), second.body().splitlines(), strict=False):
             if mine != its:
                 trace.sites.failed, place = trace.sites.place_of(mine.rpartition("{")[2].rstrip("}"))

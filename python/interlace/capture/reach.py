@@ -131,7 +131,7 @@ class Reach:
             known = len(self.read), len(self._any)
             self.tables: list[Held] = []
             self.places: list[Place] = []
-            self.generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []  # Python's and NumPy's: how to get and set a state
+            self.generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []  # how to get and set a state
             self.varies = False
             self._seen: dict[Any, Any] = {}
             for path, module in model.named_modules():
@@ -229,6 +229,8 @@ class Reach:
         elif own.startswith("numpy.random") and hasattr(x, "bit_generator"):
             bits = x.bit_generator
             self.generators.append((functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
+        elif isinstance(x, torch.Generator):
+            self.generators.append((x.get_state, x.set_state))
         elif isinstance(x, (types.ModuleType, torch.optim.Optimizer, *_OF_LOGS)) or own.startswith(("torch", "numpy", "interlace")):
             return
         else:

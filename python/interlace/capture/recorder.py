@@ -31,6 +31,7 @@ from interlace.capture.check_ops import dtypes_of, promise
 from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
+from interlace.capture.own_draws import OwnDraws
 from interlace.capture.sites import Sites
 from interlace.capture.sized import Sized
 from interlace.capture.storages import Entry, Storage
@@ -40,6 +41,7 @@ from interlace.errors import CaptureError
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 _COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}  # views by a bit of the tensor alone
+_COMPUTED[aten._efficientzerotensor.default] = aten.zeros.default  # of forward-mode differentiation: they have no memory
 Tensor = torch.Tensor
 
 
@@ -49,16 +51,15 @@ class Recorder(TorchDispatchMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.fakes, self.sites, self.dims, self.constants, self.ways = fakes, sites, dims, constants, ways
-        self._sized = Sized(self)
+        self._sized, self.own_draws = Sized(self), OwnDraws(self)
         self.lines: list[str] = []
         self.part, self.num_ops = "fwd", 0
         self.calls: dict[Any, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator and dtypes, with fakes
         self.tags: dict[Any, str] = {}  # of these calls
-        self._lift_real = lift  # turns a tensor that is not the model's into a fake that it has declared
+        self.lift = lift  # turns a tensor that is not the model's into a fake that it has declared
         self._entries: dict[int, Entry] = {}
         self._storages: dict[int, Storage] = {}
         self.next_value = self._next_stream = 0
-        self._numbers: dict[tuple[complex, torch.dtype], Tensor] = {}
         self.declared: dict[int, Storage] = {}  # of what exists before the program, by its id
 
     # ---- values ----
@@ -113,7 +114,7 @@ class Recorder(TorchDispatchMode):
 
     def _adopt(self, t: Tensor) -> Entry:
         if not isinstance(t, FakeTensor):
-            fake = self._lift_real(t)
+            fake = self.lift(t)
             return self._entries[id(fake)]
         storage = self._storages.get(t.untyped_storage()._cdata)
         if id(t) in self._sized.selected:
@@ -221,10 +222,12 @@ class Recorder(TorchDispatchMode):
                 return self.ways.number(args[0], self.sites.place())
         if complex in map(type, args):
             func = getattr(func.overloadpacket, "Tensor", func)
-            info, args = op_info(func), tuple(self._complex(a, dtypes_of(args)) if type(a) is complex else a for a in args)
+            info, args = op_info(func), tuple(self.constants.complex_number(a, dtypes_of(args)) if type(a) is complex else a for a in args)
         args, kwargs = self._fake_args(args), {k: self._fake_args((v,))[0] for k, v in kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if kwargs["device"] is not None else None
+        if kwargs.get("generator") is not None:
+            return self.own_draws.draw(func, args, kwargs)
         fix = corrected(func, args, kwargs)
         if fix is not None:
             return self._corrected(func, args, *fix)
@@ -238,12 +241,6 @@ class Recorder(TorchDispatchMode):
         results = self._sized.promised(func, args, kwargs)
         self.emit(func, info, args, kwargs, text, results)
         return results
-
-    def _complex(self, number: complex, beside: tuple[torch.dtype, ...]) -> Tensor:
-        """A number that the text has no literal for, as precise as what it is computed with."""
-        dtype = torch.complex128 if not beside or {torch.float64, torch.complex128}.intersection(beside) else torch.complex64
-        with _disable_current_modes():
-            return self._numbers.setdefault((number, dtype), torch.tensor(number, dtype=dtype))
 
     def _fake_args(self, args: tuple) -> tuple:
         """Real tensors among the arguments become declared fakes."""
@@ -259,7 +256,7 @@ class Recorder(TorchDispatchMode):
 
     def _fake(self, a: Any) -> Any:
         if isinstance(a, Tensor):
-            return a if isinstance(a, FakeTensor) else self._lift_real(a)
+            return a if isinstance(a, FakeTensor) else self.lift(a)
         if isinstance(a, (list, tuple)):
             return [self._fake(x) for x in a]
         return a
@@ -311,6 +308,7 @@ class Recorder(TorchDispatchMode):
             owners.append(storage)
             value += 1
         if info.random and draws(info, args, kwargs):
+            self.own_draws.check()
             attrs = f" rng={self._next_stream}"
             self._next_stream += 1
         else:
@@ -328,9 +326,9 @@ class Recorder(TorchDispatchMode):
         source = args[0]
         if not isinstance(source, FakeTensor):
             if func is not aten.lift_fresh.default and func is not aten.lift.default:
-                return self._lift_real(source)
+                return self.lift(source)
             result = func(source)
-            self._lift_real(source, result)
+            self.lift(source, result)
             return result
         value = self.value_of(source)
         result = func(source)
@@ -359,7 +357,7 @@ class Recorder(TorchDispatchMode):
         keep = len(results) - len(written)
         for at, new in zip(written, results[keep:], strict=True):
             self._write(args[at], self.value_of(new), new)
-        return tuple(results[:keep])
+        return tuple(results[:keep]) if keep > 1 else results[0]
 
     # ---- mutation ----
 
@@ -368,7 +366,7 @@ class Recorder(TorchDispatchMode):
             return self._mutate_copies(func, info, args, kwargs)
         t = args[0]
         if func is aten.copy_.default:
-            self._copy(t, args[1])
+            self.copy_into(t, args[1])
             return func(*args, **kwargs)
         form, form_args = info.functional, functional_arguments(func, info.functional, args)
         if info.random and not t.is_contiguous() and self._draw_in_memory_order(form, form_args, kwargs):
@@ -391,13 +389,13 @@ class Recorder(TorchDispatchMode):
             return False
         self._entries[id(sorted_view)] = entry = Entry(-1, storage, sorted_view)
         entry.version = -1
-        new = self._call(form, sorted_view, *args[1:], **kwargs)
+        new = self.call(form, sorted_view, *args[1:], **kwargs)
         storage.root, storage.size, storage.stride = self.value_of(new), tuple(new.shape), new.stride()
         storage.version += 1
         self.constants.forget(t)
         return True
 
-    def _call(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    def call(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Runs and records an op of the recorder's own."""
         text = self.arguments(args, kwargs)
         with self.fakes:
@@ -405,18 +403,18 @@ class Recorder(TorchDispatchMode):
         self.emit(func, op_info(func), args, kwargs, text, results)
         return results
 
-    def _copy(self, t: Tensor, source: Tensor) -> None:
+    def copy_into(self, t: Tensor, source: Tensor) -> None:
         if source.dtype != t.dtype:
-            source = self._call(aten._to_copy.default, source, dtype=t.dtype)
+            source = self.call(aten._to_copy.default, source, dtype=t.dtype)
         if source.shape != t.shape:
-            source = self._call(aten.expand.default, source, list(t.shape))
+            source = self.call(aten.expand.default, source, list(t.shape))
         storage = self._storage(t)
         if self._is_whole(t, storage):
             # A fresh tensor of the destination's layout: a plain copy where that is the contiguous one.
             if t.is_contiguous():
-                new = self._call(aten.clone.default, source, memory_format=torch.contiguous_format)
+                new = self.call(aten.clone.default, source, memory_format=torch.contiguous_format)
             else:
-                new = self._call(aten.copy.default, t, source)
+                new = self.call(aten.copy.default, t, source)
             self._write(t, self.value_of(new), new)
         else:
             self._write(t, self.value_of(source), source)
@@ -431,7 +429,7 @@ class Recorder(TorchDispatchMode):
     def _write(self, t: Tensor, value: int, new: Tensor) -> None:
         """From here on, `t` and everything in its storage reads `value`, whose sizes are those of the fake `new`."""
         if new.dtype != t.dtype:
-            new = self._call(aten._to_copy.default, new, dtype=t.dtype)
+            new = self.call(aten._to_copy.default, new, dtype=t.dtype)
             value = self.value_of(new)
         storage = self._storage(t)
         owned = self._entries[id(new)].storage
@@ -440,7 +438,7 @@ class Recorder(TorchDispatchMode):
             if t.dtype != storage.dtype:
                 raise CaptureError("a tensor is written through a view of another dtype; write to the tensor itself")
             root = self._whole_view(t, storage)
-            new = self._call(aten.as_strided_scatter.default, root, new, list(t.shape), list(t.stride()), t.storage_offset())
+            new = self.call(aten.as_strided_scatter.default, root, new, list(t.shape), list(t.stride()), t.storage_offset())
             value = self.value_of(new)
             if new.stride() != storage.stride:
                 raise CaptureError("a tensor with gaps in its storage is written in place; make it contiguous first")
@@ -467,7 +465,7 @@ class Recorder(TorchDispatchMode):
             written += list(a) if isinstance(a, (list, tuple)) else [a] if isinstance(a, Tensor) else []
         copies: dict[int, Tensor] = {}
         for t in written:
-            copies[id(t)] = self._call(aten.clone.default, t)
+            copies[id(t)] = self.call(aten.clone.default, t)
 
         def swap(a: Any) -> Any:
             if isinstance(a, Tensor):

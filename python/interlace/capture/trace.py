@@ -31,7 +31,9 @@ from interlace.capture.tensor_plan import model_plan
 from interlace.capture.tracing import (
     LossForm,
     followed_modules,
+    known_seeds,
     known_values_are_no_trace,
+    with_left,
     without_assertions,
     without_backward,
     without_branches,
@@ -170,9 +172,10 @@ class Trace:
             stack.enter_context(known_values_are_no_trace(self.constants))
             self._opaque = OpaqueTrace(self.model, self.opaque_calls, rec, loss_fn)
             stack.enter_context(followed_modules(self.sites, self._opaque))
+            stack.enter_context(known_seeds(rec.own_draws.reseeded))
             stack.enter_context(without_log())
             stack.enter_context(without_assertions())
-            stack.enter_context(without_backward())
+            stack.enter_context(without_backward(lambda: rec.part == "bwd"))
             stack.enter_context(without_branches())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_fused_recurrence())
@@ -250,7 +253,7 @@ class Trace:
         if scale is not None and scale.fake is not None:
             seed = scale.fake.to(self.outputs["loss"].dtype)
         fakes: Any = [p.fake for p in params]
-        grads = torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True)
+        grads = with_left(torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True), fakes)
         for p, g in zip(params, grads, strict=True):
             if g is None:
                 (self.unused if p.name in self.trained else self.idle).append(p.name)

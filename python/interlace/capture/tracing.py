@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch.utils.checkpoint
@@ -187,11 +187,14 @@ class LossForm(CaptureError):
 
 
 @contextlib.contextmanager
-def without_backward() -> Iterator[None]:
-    """A loss function that makes the gradients itself is told so."""
+def without_backward(under_way: Callable[[], bool]) -> Iterator[None]:
+    """A loss function that makes the gradients itself is told so. `under_way`: whether they are being made; then it is a Function's, a
+    reversible layer's say, which leaves those of parameters in their `grad`."""
     backward = torch.autograd.backward
 
     def refused(*args: Any, **kwargs: Any) -> None:
+        if under_way():
+            return backward(*args, **kwargs)
         raise LossForm("the loss function calls backward(); return the loss alone, a step makes the gradients of what it returns")
 
     torch.autograd.backward = refused  # type: ignore[assignment]
@@ -199,6 +202,51 @@ def without_backward() -> Iterator[None]:
         yield
     finally:
         torch.autograd.backward = backward
+
+
+@contextlib.contextmanager
+def known_seeds(reseeded: Callable[[str], str]) -> Iterator[None]:
+    """Tells of seeds and states that the model gives torch's own generator while it runs; they do nothing. `reseeded` takes the last
+    function that did and gives the one before."""
+    before = {name: getattr(torch, name) for name in ("manual_seed", "set_rng_state")}
+    fork = torch.random.fork_rng
+
+    def telling(name: str) -> Callable[..., Any]:
+        def tell(*args: Any, **kwargs: Any) -> torch.Generator:
+            reseeded(f"torch.{name}")
+            return torch.default_generator
+
+        return tell
+
+    @contextlib.contextmanager
+    def forked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        outside = reseeded("")
+        reseeded(outside)
+        try:
+            yield
+        finally:
+            reseeded(outside)
+
+    try:
+        for name in before:
+            setattr(torch, name, telling(name))
+            setattr(torch.random, name, getattr(torch, name))
+        torch.random.fork_rng = forked  # type: ignore[assignment]
+        yield
+    finally:
+        torch.random.fork_rng = fork  # type: ignore[assignment]
+        for name, function in before.items():
+            setattr(torch, name, function)
+            setattr(torch.random, name, function)
+
+
+def with_left(gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Gradients together with what backward() has left in `grad`, which is emptied: Functions may call it inside of their own backward."""
+    found: list[torch.Tensor | None] = []
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        left, leaf.grad = leaf.grad, None
+        found.append(gradient if left is None else left if gradient is None else gradient + left)
+    return found
 
 
 _REFUSED = {

@@ -105,7 +105,7 @@ class _Build:
         optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
         self.names = {id(t.real): t.name for t in self.tensors}
         self.programs = Programs(config, peers)
-        self.programs.opaque = OpaqueTable(model, loss_fn=loss_fn or default_loss)
+        self.programs.opaque = OpaqueTable(model, loss_fn=loss_fn or default_loss, compat=config.rng == "compat")
         self.captures = Captures(model, loss_fn, optimizer, self.programs)
         self.planner = Planner(config, self.programs, config.pipeline(peers.size, uses_momentum(optimizer)))
 

@@ -22,7 +22,8 @@ from torch import nn
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.literals import quote
-from interlace.capture.model_tensors import ModelTensor
+from interlace.capture.model_tensors import ModelTensor, flat_weights_kept
+from interlace.capture.tracing import with_left
 from interlace.compiling.states import DTYPES, WEIGHT, States
 from interlace.dist.peers import Peers
 from interlace.train import batch as batches
@@ -80,6 +81,13 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
     return {"loss": result}
 
 
+def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    """By backward(), as users have it: what runs in it, reentrant checkpoints say, may not know torch.autograd.grad."""
+    loss.backward()
+    found = with_left([None] * len(leaves), leaves)
+    return [g if g is None or g.layout == torch.strided else g.to_dense() for g in found]
+
+
 class EagerRunner:
     """Stands where the executor stands: step() takes micro-batches as the user made them."""
 
@@ -99,9 +107,12 @@ class EagerRunner:
         slots = [s for s in slots_of(self.model) if s.name in values]
 
         def leaf(slot: Slot) -> Tensor:
-            return nn.Parameter(values[slot.name].detach(), slot.tensor.requires_grad)
+            made = nn.Parameter(values[slot.name].detach(), slot.tensor.requires_grad)
+            for hook in (slot.tensor._backward_hooks or {}).values():
+                made.register_hook(hook)
+            return made
 
-        with replaced(slots, leaf) as tensors, torch.enable_grad():
+        with flat_weights_kept(self.model), replaced(slots, leaf) as tensors, torch.enable_grad():
             yield {slot.name: t for slot, t in zip(slots, tensors, strict=True)}
 
     @contextmanager
@@ -124,7 +135,7 @@ class EagerRunner:
             for i, part in enumerate(micro_batches):
                 with self._generator(step, i):
                     named = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))
-                    found = torch.autograd.grad(named["loss"], wanted, allow_unused=True)
+                    found = _gradients(named["loss"], wanted)
                 for name, value in named.items():
                     outputs.setdefault(name, []).append(value.detach())
                 gradients.append([torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)])
@@ -137,7 +148,8 @@ class EagerRunner:
         saved = [(b, b.detach().clone()) for b in self.model.buffers()]
         with self.installed() as leaves, generators.forked(self.peers.device), self._generator(0, 0):
             loss = named_outputs(self.loss_fn(self.model, batches.to_device(micro_batch, self.peers.device)))["loss"]
-            found = torch.autograd.grad(loss, [leaves[n] for n in self.gradients], allow_unused=True)
+            wanted = [leaves[n] for n in self.gradients]
+            found = _gradients(loss, wanted)
         for buffer, value in saved:
             buffer.copy_(value)
         return [name for name, g in zip(self.gradients, found, strict=True) if g is not None]
@@ -162,7 +174,7 @@ class EagerRunner:
                 for i, part in enumerate(micro_batches):
                     with self._generator(step, i):
                         loss = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))["loss"]
-                        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+                        found = _gradients(loss, wanted)
                     if not culprit and not torch.isfinite(loss):
                         culprit.append("every module's output is finite: the loss function makes the first such value")
                     bad = [n for n, g in zip(self.gradients, found, strict=True) if g is not None and not torch.isfinite(g).all()]
