@@ -127,7 +127,7 @@ class OpaqueTable:
         seed = operands.pop() if call.random else None
         kept = self._states.pop(int(seed), None) if seed is not None else None
         begin = None if seed is None else self._begins.pop(int(seed), int(seed))
-        n, m = len(call.inputs), len(call.inputs) + len(call.params)
+        n = len(call.inputs)
         with torch.enable_grad(), contextlib.nullcontext() if begin is None else kept_draws(_device(operands), begin):
             if kept is None:
                 operands = [t.detach().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]

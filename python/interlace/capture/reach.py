@@ -29,7 +29,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -230,7 +230,7 @@ class Reach:
             bits = x.bit_generator
             self.generators.append((functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
         elif isinstance(x, torch.Generator):
-            self.generators.append((x.get_state, x.set_state))
+            self.generators.append((x.get_state, cast("Callable[[Any], None]", x.set_state)))
         elif isinstance(x, (types.ModuleType, torch.optim.Optimizer, *_OF_LOGS)) or own.startswith(("torch", "numpy", "interlace")):
             return
         else:

@@ -259,11 +259,12 @@ class Trace:
                 (self.unused if p.name in self.trained else self.idle).append(p.name)
             if g is None and p.name in self.trained:
                 g = torch.zeros_like(p.fake)  # type: ignore[arg-type]
-            for hook in (p.real._backward_hooks or {}).values() if g is not None else ():  # of register_hook: before averaging, as DDP
+            if g is None:
+                continue
+            for hook in (p.real._backward_hooks or {}).values():  # of register_hook: before averaging, as DDP
                 changed = hook(g)
                 g = g if changed is None else changed
-            if g is not None:
-                self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
+            self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
         if all(g is None for g in grads):
             raise CaptureError("the loss depends on no trainable parameter")
 

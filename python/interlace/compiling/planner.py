@@ -109,6 +109,11 @@ class Planner:
             program, reports = self.programs.within_limit(made, most)
         else:
             program, reports = made(limit)
+        if self.config.passes is None and program.accumulation != self.config.accumulation:
+            raise ProgramError(
+                f"the schedule's passes make {program.accumulation} micro-batches of a step, and the setting is accumulation="
+                f"{self.config.accumulation}; write accumulation={program.accumulation}, or leave breadth_first out"
+            )
         text = program.print()
         template, left = take_out(text)
         if left.keys() <= numbers.keys() and put_back(template, numbers) == text:
