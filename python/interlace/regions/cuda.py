@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from interlace.cost.machine import physical_bytes
 from interlace.regions.body import Func
 from interlace.regions.kept import FORMAT, MAX_BYTES, RegionsError, kept, log, place, run_within
 from interlace.regions.library import COMPILE_LIMIT_S, Wanted
@@ -213,7 +212,8 @@ def parse(file: bytes) -> list[Region]:
 def _make(funcs: list[Func], target: str, limit_s: float, session: bool) -> tuple[dict[str, Any], bytes]:
     """Note and file, made in processes of their own: code generation is told of a device that is not there. `session`: with one of theirs,
     which ends with them; else who calls this has one, and ends it."""
-    workers = max(1, min(len(os.sched_getaffinity(0)), len(funcs), physical_bytes() // PROCESS_BYTES))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    workers = max(1, min(len(os.sched_getaffinity(0)), len(funcs), memory // PROCESS_BYTES))
     with tempfile.TemporaryDirectory(prefix="interlace-cubins-") as scratch:
         made = Path(scratch) / "made"
         # Triton's and Inductor's own caches are not looked at: what they hold, others may have written.
