@@ -1,8 +1,8 @@
 // Axes of the mesh: the ranks along some, this rank among them, and along which what a unit holds differs.
 #include <algorithm>
-#include <charconv>
 #include <set>
 
+#include "base/scan.h"
 #include "ir/op_table.h"
 #include "ir/program.h"
 
@@ -114,8 +114,7 @@ std::map<std::string, int64_t> Program::MessageAxes() const {
     }
   }
   if (const std::string* text = Meta(kStagesChannels); text != nullptr && stage) {
-    int64_t channels = 0;
-    std::from_chars(text->data(), text->data() + text->size(), channels);
+    const int64_t channels = std::min(ParseNumber<int64_t>(*text).value_or(0), kMostChannels);  // a text may say anything
     if (const auto of = found.find(stage->axis); of != found.end()) of->second = std::max(of->second, channels);
   }
   std::erase_if(found, [&](const auto& entry) { return AxisSize(entry.first) < 2; });

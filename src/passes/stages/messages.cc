@@ -246,12 +246,12 @@ void FindChannels(Layout& layout) {
     if (layout.RankOf(m.from.stage) != layout.RankOf(m.to.stage)) layout.channels[{m.from.stage, m.to.stage}] = 0;
   }
   std::map<std::pair<int32_t, int32_t>, int64_t> next;  // by ranks
-  std::map<std::pair<int32_t, int32_t>, bool> taken;    // by the stage that sends and the rank that receives
+  std::set<std::pair<int32_t, int32_t>> taken;          // the stage that sends and the rank that receives
   for (auto& [stages, channel] : layout.channels) {
     const auto [from, to] = stages;
     const int32_t rank = layout.RankOf(to);
     int64_t& more = next.try_emplace({layout.RankOf(from), rank}, layout.deal.chunks).first->second;
-    channel = taken.try_emplace({from, rank}, true).second ? layout.deal.ChunkOf(from) : more++;
+    channel = taken.insert({from, rank}).second ? layout.deal.ChunkOf(from) : more++;
   }
 }
 
