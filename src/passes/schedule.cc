@@ -209,8 +209,8 @@ Result<Schedule> ScheduleOf(Program& program, const Program& before) {
     }
     for (int32_t i = 0; i < transfers.size(); ++i) {
       const Op& op = transfers.op(i);
-      const bool here = AnyOperand(op, [&](ValueId id) { return waiting.contains(id); });
-      if (op.kind == OpKind::kGatherWait && here) steps.push_back(i);
+      const auto here = [&](ValueId id) { return waiting.contains(id); };
+      if (op.kind == OpKind::kGatherWait && AnyOperand(op, here)) steps.push_back(i);
     }
     std::vector<Schedule::Bucket>& buckets = part == Part::kForward ? schedule.forward : schedule.backward;
     for (const Gather& gather : transfers.gathers) {
