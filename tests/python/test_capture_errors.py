@@ -289,10 +289,6 @@ def test_groups():
 
 
 def test_wrapped_models():
-    fails(
-        "the model is wrapped in torch.compile; pass the module it was made from (model._orig_mod)",
-        torch.compile(Net()),
-    )
     fails("the model is wrapped in DataParallel; pass the module inside (model.module)", nn.DataParallel(Net()))
     fails("the model is a function; pass a torch.nn.Module", lambda x: x)
     with pytest.raises(

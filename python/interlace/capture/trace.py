@@ -172,6 +172,7 @@ class Trace:
             stack.enter_context(known_values_are_no_trace(self.constants))
             self._opaque = OpaqueTrace(self.model, self.opaque_calls, rec, loss_fn)
             stack.enter_context(followed_modules(self.sites, self._opaque))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # what is wrapped in torch.compile runs as it is
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
             stack.enter_context(without_log())
             stack.enter_context(without_assertions())

@@ -250,7 +250,6 @@ def with_left(gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.T
 
 
 _REFUSED = {
-    "OptimizedModule": "torch.compile; pass the module it was made from (model._orig_mod)",
     "DistributedDataParallel": "DistributedDataParallel; pass the module inside (model.module)",
     "FullyShardedDataParallel": "FullyShardedDataParallel; pass the plain module, Interlace does the sharding",
     "DataParallel": "DataParallel; pass the module inside (model.module)",
