@@ -165,8 +165,8 @@ class Follow:
             name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
             raise InterlaceError(
                 f"batch entry {name} is {there.get(name, 'missing')} on {ranks_text(other)} and {here.get(name, 'missing')} on rank 0 before "
-                f"step {run.steps}, and {str(error).partition(';')[0].partition(', but ')[2] or 'both differ from the compiled batch'}; give "
-                "all ranks the same sizes, or declare those that there are with Config(shapes=...) and what fills them up with pad=..."
+                f"step {run.steps}; give all ranks the same sizes, or declare those that there are with Config(shapes=...) and what fills them "
+                "up with pad=..."
             )
 
     def _take_assigned(self) -> None:
