@@ -1,4 +1,4 @@
-"""Batches whose form changes from step to step, on one rank and on two: other sizes, None, lists of other lengths, numbers beside the tensors."""
+"""Batches whose form changes from step to step: other sizes, None, lists of other lengths, numbers beside the tensors."""
 
 from __future__ import annotations
 

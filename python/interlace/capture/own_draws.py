@@ -9,7 +9,7 @@ What is drawn depends on nothing that is computed; other draws (`bernoulli` of a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload

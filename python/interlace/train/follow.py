@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
+from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.model_tensors import ModelTensor, collect
 from interlace.capture.opaque import LOSS, TAIL
-from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.reach import MISSING
 from interlace.capture.watch import Change, Watch, describe
 from interlace.capture.ways import Way, other_way, ways_of
@@ -164,9 +164,9 @@ class Follow:
             here, there = everyone[0], everyone[other[0]]
             name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
             raise InterlaceError(
-                f"batch entry {name} is {there.get(name, 'missing')} on {ranks_text(other)} and {here.get(name, 'missing')} on rank 0 before "
-                f"step {run.steps}; give all ranks the same sizes, or declare those that there are with Config(shapes=...) and what fills them "
-                "up with pad=..."
+                f"batch entry {name} is {there.get(name, 'missing')} on {ranks_text(other)} and {here.get(name, 'missing')} on rank 0 "
+                f"before step {run.steps}; give all ranks the same sizes, or declare those that there are with Config(shapes=...) and "
+                "what fills them up with pad=..."
             )
 
     def _take_assigned(self) -> None:
