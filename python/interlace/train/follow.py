@@ -136,6 +136,8 @@ class Follow:
         if run.shapes is not None or run.config.stage_meshes or run.config.passes is not None:
             raise error
         parts = batches.micro_batches(None, batch, run.config.accumulation)
+        if not any(isinstance(x, Tensor) for _, x in leaves(parts[0])):
+            raise error
         spec = InputSpec.of(parts[0])
         if any(InputSpec.of(part) != spec for part in parts[1:]):
             raise error
