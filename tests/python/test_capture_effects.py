@@ -200,3 +200,57 @@ def test_autocast_with_batch_normalization(loss):
             opts[0].step()
             opts[0].zero_grad()
             assert trainer.step(images(step)).item() == pytest.approx(expected.item(), rel=2e-3)
+
+
+# ---- draws of other generators than the program's ----
+
+
+def draws_on(self, y):
+    return y + torch.randn(y.shape, generator=self.own, dtype=y.dtype)
+
+
+def draws_by_a_tensor(self, y):
+    return y * torch.bernoulli(y.sigmoid(), generator=torch.Generator().manual_seed(0))
+
+
+def seeds(self, y):
+    torch.manual_seed(0)
+    return y + torch.randn_like(y)
+
+
+RATHER = "draw without a generator, which gives others at each step, or pass fullgraph=False to run that in Python"
+REFUSED = {
+    draws_on: (
+        ": random numbers are drawn from a generator of its own that goes on from step to step, and a program would draw once and keep "
+        f"them; {RATHER}"
+    ),
+    draws_by_a_tensor: f": aten::bernoulli draws from a generator of its own by what the model computes; {RATHER}",
+    seeds: (
+        ": random numbers are drawn after torch.manual_seed() while the model runs, and a program draws from streams of its own; leave "
+        "that out, or pass fullgraph=False to run that module in Python"
+    ),
+}
+
+
+@pytest.mark.parametrize("function", list(REFUSED), ids=lambda f: f.__name__)
+def test_draws_that_no_program_would_make_again(function):
+    model = Net(function)
+    model.own = torch.Generator().manual_seed(3)
+    before, default = model.own.get_state(), torch.get_rng_state()
+    with pytest.raises(CaptureError) as e:
+        capture(model, loss_fn, X)
+    place, _, rest = str(e.value).partition(": ")
+    assert f": {rest}" == REFUSED[function]
+    assert place.endswith(f"test_capture_effects.py:{function.__code__.co_firstlineno + 1 + (function is seeds)}")
+    assert torch.equal(model.own.get_state(), before) and torch.equal(torch.get_rng_state(), default)
+
+
+def draws_beside_a_module(self, y):
+    return self.act(y) * random.random()
+
+
+def test_the_line_that_draws_behind_a_module():
+    with pytest.raises(CaptureError) as e:
+        capture(Net(draws_beside_a_module), loss_fn, X)
+    line = draws_beside_a_module.__code__.co_firstlineno + 1
+    assert str(e.value).startswith(f"{__file__}:{line}: random numbers of Python or NumPy are drawn, which")

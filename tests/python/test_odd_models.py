@@ -290,6 +290,24 @@ def test_a_teacher_on_two_ranks(strategy: str) -> None:
             assert max(far) < 1e-8
 
 
+def test_what_torch_compile_wraps() -> None:
+    torch.manual_seed(0)
+    inner = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), backend="eager")
+    model = torch.compile(nn.Sequential(inner, nn.Linear(8, 3)).double(), backend="eager")
+    theirs = copy.deepcopy(model)
+    optimizer, expected = torch.optim.SGD(theirs.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        loss = loss_of(theirs, batch_of(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    settings = interlace.Config(schedule=[], cache="off")
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0), settings) as trainer:
+        assert [trainer.step(batch_of(step)).item() for step in range(STEPS)] == pytest.approx(expected, rel=1e-12)
+        assert trainer.state_dict().keys() == theirs.state_dict().keys()
+
+
 def refuses_a_norm() -> str:
     model = Net(looks_up).double()
     with pytest.raises(interlace.InterlaceError) as e:

@@ -14,14 +14,16 @@ import interlace
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (zoo.tokens(3, 0), "[3, "),
         ({k: v.to(torch.int32) for k, v in zoo.tokens(2, 0).items()}, "int32"),
         ({}, "input_ids"),
+        ({"input": zoo.tokens(2, 0)["input_ids"]}, "input_ids"),
         ({**zoo.tokens(2, 0), "mask": torch.ones(2)}, "mask"),
+        ({**zoo.tokens(2, 0), "name": "a"}, "name"),
+        ({k: v.numpy() for k, v in zoo.tokens(2, 0).items()}, "ndarray"),
         ([zoo.tokens(2, 0)] * 3, "3 micro-batches"),
         ({k: v.to("meta") for k, v in zoo.tokens(2, 0).items()}, "meta"),
     ],
-    ids=["rows", "dtype", "missing", "unknown", "list", "meta"],
+    ids=["dtype", "missing", "misspelt", "unknown", "string", "numpy", "list", "meta"],
 )
 def test_a_batch_that_was_not_compiled_for(batch: object, said: str) -> None:
     trainer = failing.make()

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import zoo_models
 from torch import nn
@@ -46,6 +47,12 @@ def waves(n: int, seed: int) -> dict[str, Tensor]:
 
 def classes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def without(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = layer(x)
+    return y.clone()
 
 
 def lin(out: int = WIDTH) -> nn.Linear:
@@ -157,6 +164,143 @@ def ensemble(self: Any, x: Tensor) -> Tensor:
     return vmap(lambda p: functional_call(self.several[0], p, (x,)))(mine).mean(0)
 
 
+class Reversed(torch.autograd.Function):
+    """Keeps no activation: backward runs the layers again, and leaves their gradients in `grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, two: Tensor, f: nn.Module, g: nn.Module) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            one = one + f(two)
+            two = two + g(one)
+        ctx.save_for_backward(one, two)
+        ctx.layers = f, g
+        return one, two
+
+    @staticmethod
+    def backward(ctx: Any, d_one: Tensor, d_two: Tensor) -> Any:
+        (one, two), (f, g) = ctx.saved_tensors, ctx.layers
+        with torch.enable_grad():
+            one = one.detach().requires_grad_()
+            change = g(one)
+            change.backward(d_two)
+            d_one = d_one + one.grad
+            two = (two - change).detach().requires_grad_()
+            f(two).backward(d_one)
+        return d_one, d_two + two.grad, None, None
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x > 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        return -ctx.scale * gradient, None
+
+
+def turned_back(self: Any, x: Tensor) -> Tensor:
+    y, positive = Turned.apply(self.first(x), 0.3)
+    return self.head(torch.where(positive, y, 0.1 * y))
+
+
+def noisy_the_same(self: Any, x: Tensor) -> Tensor:
+    own = torch.Generator().manual_seed(0)
+    return self.head(self.first(x + 0.1 * torch.randn(x.shape, generator=own, dtype=x.dtype))[:, torch.randperm(WIDTH, generator=own)])
+
+
+def queued(self: Any, x: Tensor) -> Tensor:
+    key, query = (F.normalize(layer(x), dim=-1) for layer in (self.other, self.first))
+    near = query @ self.queue.clone().t()
+    self.queue = torch.cat([key.detach(), self.queue])[:12]
+    return self.head(query) + near[:, :3]
+
+
+def collected(self: Any, x: Tensor) -> Tensor:
+    seen: list[Tensor] = []
+    hook = self.first.register_forward_hook(lambda module, args, result: seen.append(result))
+    y = self.first(x)
+    hook.remove()
+    y.register_hook(lambda gradient: 0.5 * gradient)
+    return self.head(y) + seen[0].mean()
+
+
+def curved(self: Any, x: Tensor) -> Tensor:
+    from torch.func import hessian, vmap
+
+    second = hessian(lambda row: self.first(row).tanh().sum())
+    return self.head(self.first(x) + vmap(lambda row: second(row).diagonal())(x))
+
+
+def counted_by_value(self: Any, x: Tensor) -> Tensor:
+    y = self.head(self.first(x)) * (1.0 if int(self.at) < 2 else 0.5)
+    self.at = self.at + 1
+    return y
+
+
+def cut_by_value(self: Any, x: Tensor) -> Tensor:
+    y = checkpoint(lambda z: self.first(z).tanh(), x, use_reentrant=False)
+    return self.head(y / y.norm().detach() if y.norm().item() > 1 else y)
+
+
+def seeded(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return self.head(self.first(x) + 0.1 * torch.randn_like(x))
+
+
+def packed(self: Any, x: Tensor) -> Tensor:
+    lengths = (x[:, 0] > 0).long() + 1
+    rows = nn.utils.rnn.pack_padded_sequence(x.view(len(x), 2, 4), lengths, batch_first=True, enforce_sorted=False)
+    return self.head(self.rnn(rows)[1][-1])
+
+
+def told_apart(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Two losses of one step; the second trains the first module alone."""
+    made = model.first(batch["x"])
+    judge = lambda x: model.head(x)[:, 0]  # noqa: E731
+    judged = F.softplus(-judge(batch["x"])).mean() + F.softplus(judge(made.detach())).mean()
+    model.head.requires_grad_(False)
+    fooled = F.softplus(-judge(made)).mean()
+    model.head.requires_grad_(True)
+    return judged + fooled
+
+
+def per_sample(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    from torch.func import functional_call, grad, vmap
+
+    inside = model.first(batch["x"]).tanh()
+    one = lambda p, x, y: F.cross_entropy(functional_call(model.head, p, (x[None],)), y[None])  # noqa: E731
+    each = vmap(grad(one), (None, 0, 0))(dict(model.head.named_parameters()), inside, batch["y"])
+    return F.cross_entropy(model.head(inside), batch["y"]) + sum(g.square().mean() for g in each.values())
+
+
+def solved(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A differential equation's residual."""
+    x = batch["x"].clone().requires_grad_()
+    u = model(x)[:, 0]
+    (du,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+    (ddu,) = torch.autograd.grad(du[:, 0], x, torch.ones_like(u), create_graph=True)
+    return (ddu[:, 0] + u - x[:, 1]).square().mean()
+
+
+def lengths(n: int, seed: int) -> dict[str, Any]:
+    """Another length at each step, a mask at every second, a number beside."""
+    step = seed // 10
+    x = torch.randn(3 * n, 2 + step % 2, WIDTH, generator=generator(seed)).double()
+    return {**rows(n, seed), "x": x, "mask": x[..., 0] > 0 if step % 2 else None, "weight": 1 + 0.1 * step}
+
+
+def of_lengths(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    x = batch["x"] if batch["mask"] is None else batch["x"] * batch["mask"][..., None]
+    return F.cross_entropy(model(x).mean(1), batch["y"]) * batch["weight"]
+
+
 def penalized(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     x = batch["x"].clone().requires_grad_()
     y = model(x)
@@ -227,12 +371,28 @@ def idioms() -> list[Model]:
         "experts by index": lambda: Net(tokens_for_experts, gate=lin(4), experts=nn.ModuleList(lin() for _ in range(4)), head=lin(3)),
         "vmap over modules": lambda: Net(ensemble, several=nn.ModuleList(lin(3) for _ in range(3))),
         "torch.cond": two(lambda s, x: s.head(torch.cond(x.sum() > 0, lambda x: s.first(x), lambda x: 2 * s.first(x), (x,)))),
+        "a reversible layer": two(lambda s, x: s.head(sum(Reversed.apply(s.first(x).tanh(), x, s.first, s.other))), other=lin()),
+        "a reversed gradient": two(turned_back), "a generator of its own": two(noisy_the_same), "second derivatives": two(curved),
+        "a queue": two(queued, other=lin(), queue=torch.randn(12, 8, generator=generator(0))), "hooks while it runs": two(collected),
+        "a seed in forward": two(seeded),
+        "torch.compile": two(lambda s, x: s.head(s.wrapped(x)), wrapped=torch.compile(nn.Sequential(lin(), nn.Tanh()), backend="eager")),
+        "a buffer assigned by value": two(counted_by_value, at=torch.zeros((), dtype=torch.long)),
+        "a checkpoint by value": two(cut_by_value),
+        "packed": lambda: Net(packed, rnn=nn.GRU(4, 8, batch_first=True), head=lin(3)),
+        "rows by value": two(lambda s, x: s.head(s.first(x)) + s.other(x[x[:, 0] > 0]).sum(0)[:3], other=lin()),
+        "printed": two(lambda s, x: (lambda y: print(f"{y.mean().item():.2f}") or s.head(y))(s.first(x))),
+        "NumPy of the batch": two(lambda s, x: s.head(s.first(x) @ torch.from_numpy(np.corrcoef(x.numpy().T)))),
+        "inference mode": two(lambda s, x: s.head(s.first(x) + without(s.other, x)), other=lin()),
         "a branch on a parameter": two(lambda s, x: s.head(s.first(x)) * (2 if s.first.bias.sum().item() > 0 else 1)),
     }  # fmt: skip
     nets = {
         "frequencies": (lambda: Net(spectrum, weight=weight(3, 3, 4, 4, 2), head=nn.Linear(3, 3)), pictures, classes),
         "grid_sample": (lambda: Net(turned, turn=nn.Parameter(torch.eye(2, 3)), head=nn.Linear(3, 3)), pictures, classes),
         "gradient penalty": (two(lambda s, x: s.head(s.first(x).tanh())), rows, penalized),
+        "two losses": (lambda: Net(lambda s, x: s.first(x), first=lin(), head=lin(1)), rows, told_apart),
+        "gradients of samples": (two(lambda s, x: s.first(x)), rows, per_sample),
+        "a residual": (two(lambda s, x: s.head(s.first(x).tanh())), rows, solved),
+        "forms": (two(lambda s, x: s.head(s.first(x).tanh())), lengths, of_lengths),
         "inner steps": (lambda: nn.Sequential(lin(), nn.Tanh(), lin(3)), rows, adapted),
         "contrastive": (lambda: nn.Sequential(lin(), nn.Tanh(), lin()), rows, contrasted),
         "clipped ratio": (lambda: nn.Sequential(lin(), nn.Tanh(), lin(3)), rows, clipped),

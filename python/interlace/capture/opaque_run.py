@@ -127,7 +127,6 @@ class OpaqueTable:
         seed = operands.pop() if call.random else None
         kept = self._states.pop(int(seed), None) if seed is not None else None
         begin = None if seed is None else self._begins.pop(int(seed), int(seed))
-        n = len(call.inputs)
         with torch.enable_grad(), contextlib.nullcontext() if begin is None else kept_draws(_device(operands), begin):
             if kept is None:
                 operands = [t.detach().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
@@ -139,7 +138,9 @@ class OpaqueTable:
             wanted = [operands[i] for i in call.wanted]
             found: Iterable[Tensor | None] = [None] * len(wanted)
             if pairs:  # checkpoints and Functions may call modules again
-                with _installed(call, module, operands, dict(zip([*call.params, *call.buffers], operands[n:], strict=True))):
+                tensors = dict(zip([*call.params, *call.buffers], operands[len(call.inputs) :], strict=True))
+                tensors |= {name: tensors[name].clone() for name in call.buffers}
+                with _installed(call, module, operands, tensors):
                     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
                 found = with_left([None] * len(wanted), wanted)
                 found = [f.to_dense() if f is not None and f.layout != torch.strided else f for f in found]

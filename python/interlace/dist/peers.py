@@ -100,15 +100,16 @@ class Peers:
 
     # ---- agreement through the store ----
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value (JSON), by rank. Error: ranks that did not come within the timeout, or failed meanwhile."""
+    def exchange(self, what: str, value: Any, before_step: int | None = None) -> list[Any]:
+        """Every rank's value (JSON), by rank. `before_step`: one that only ranks with a question exchange before. Errors: ranks that did not
+        come within the timeout, failed meanwhile, or are in that step."""
         if self._store is None:
             return [value]
         times = self._exchanged[what] = self._exchanged.get(what, 0) + 1
         key = what if times == 1 else f"{what} ({times})"  # else a rank could read what another said the time before
         self._put(f"{key}/{self.rank}", json.dumps(value).encode())
         deadline = time.monotonic() + self.timeout_s
-        return [json.loads(self._get(f"{key}/{r}", r, what, deadline)) for r in range(self.size)]
+        return [json.loads(self._get(f"{key}/{r}", r, what, deadline, before_step)) for r in range(self.size)]
 
     def broadcast(self, what: str, data: bytes, patience_s: float | None = None) -> bytes:
         """Rank 0's bytes on every rank; `data` of the others is not looked at."""
@@ -152,9 +153,14 @@ class Peers:
                 self._store.set(f"{key}#{i}", chunk)
             self._store.set(key, str(len(chunks)))  # last: the value is complete when its key is there
 
-    def _get(self, key: str, owner: int, what: str, deadline: float) -> bytes:
+    def _get(self, key: str, owner: int, what: str, deadline: float, before_step: int | None = None) -> bytes:
         pause = 0.0005
         while not self._there(key):
+            if before_step is not None:
+                with self._store_errors():
+                    step = int((self.places.of(owner) or {}).get("step", -1))
+                if step >= before_step and not self._there(key):
+                    raise PeerError(f"rank {owner} makes step {before_step} as it is", owner)
             if time.monotonic() > deadline:
                 with self._store_errors():
                     # Keys that all ranks write end in their number; then say all that are missing.

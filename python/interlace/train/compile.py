@@ -333,7 +333,7 @@ class _Build:
     def _eager_runner(self, built: Built) -> EagerRunner:
         inputs = [i["name"] for i in built.ir.inputs()]
         seed, rng = self.config.seed, self.config.rng
-        return EagerRunner(self.model, self.loss_fn, built.executor, built.states, self.peers, self.spec, inputs, seed, rng)
+        return EagerRunner(self.model, self.loss_fn, built.executor, built.states, self.peers, inputs, seed, rng)
 
     def _used(self, runner: EagerRunner) -> list[str] | None:
         """The parameters with a gradient, when some trainable ones have none on any rank."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from interlace.capture import InputSpec
 from interlace.compiling.states import WEIGHT
 from interlace.errors import InterlaceError
 from interlace.train.run import Run
@@ -63,9 +64,10 @@ class Diagnosis:
         return found[0][2] if found else None
 
     def _nonfinite_inputs(self, inputs: Any) -> str | None:
-        parts = [self._run.spec.flatten(part) for part in inputs] if self._run.config.mode == "eager" else inputs
-        for i, tensors in enumerate(parts):
-            for t, x in zip(self._run.spec.tensors, tensors, strict=True):
+        eager = self._run.config.mode == "eager"
+        for i, part in enumerate(inputs):
+            spec = InputSpec.of(part) if eager else self._run.spec
+            for t, x in zip(spec.tensors, spec.flatten(part) if eager else part, strict=True):
                 if x.is_floating_point() and not torch.isfinite(x).all():
                     return f"batch entry '{t.name}' itself has values that are not finite (micro-batch {i})"
         return None

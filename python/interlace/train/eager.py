@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from interlace.capture.groups import optimizer_groups
-from interlace.capture.inputs import InputSpec
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import ModelTensor, flat_weights_kept
 from interlace.capture.tracing import with_left
@@ -92,11 +91,11 @@ class EagerRunner:
     """Stands where the executor stands: step() takes micro-batches as the user made them."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, executor: Any, states: States, peers: Peers, spec: InputSpec,
+        self, model: nn.Module, loss_fn: LossFn | None, executor: Any, states: States, peers: Peers,
         inputs: list[str], seed: int, rng: str,
     ) -> None:  # fmt: skip
         self.model, self.loss_fn = model, loss_fn or default_loss
-        self.executor, self.states, self.peers, self.spec = executor, states, peers, spec
+        self.executor, self.states, self.peers = executor, states, peers
         self.gradients = [name.removeprefix("grad of ") for name in inputs]
         self.seed, self.rng = seed, rng
 
@@ -128,8 +127,6 @@ class EagerRunner:
     def step(self, micro_batches: list[Any], hyper: list[list[float]], step: int) -> dict[str, Any]:
         outputs: dict[str, list[Tensor]] = {}
         gradients: list[list[Tensor]] = []
-        for part in micro_batches:  # before any transfer
-            self.spec.flatten(part)
         with self.installed() as leaves:
             wanted = [leaves[name] for name in self.gradients]
             for i, part in enumerate(micro_batches):

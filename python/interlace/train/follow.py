@@ -8,21 +8,27 @@
 So are the ways that the model takes with a batch (capture/ways.py): a batch that takes another one has its program, captured when it is
 first met. What differs too often, or between ranks or micro-batches, is no way any more: what reads it cannot be captured then.
 
+So is the form of a batch: other sizes, None where there was a tensor, another number beside the tensors. A float that changes becomes an
+input of the program, where the model lets a tensor stand for it.
+
 Requires_grad is followed beside it (refreeze.py), learning rates and the like by reading them at each step (hyper.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
 import re
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.model_tensors import ModelTensor, collect
 from interlace.capture.opaque import LOSS, TAIL
 from interlace.capture.reach import MISSING
@@ -33,6 +39,7 @@ from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, ProgramError, Source
 from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import CaptureError, InterlaceError
+from interlace.train import batch as batches
 from interlace.train.evaluation import Evaluation
 from interlace.train.materialize import point_at
 from interlace.train.refreeze import Frozen
@@ -41,7 +48,38 @@ from interlace.train.run import Run, gathered
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
 KEPT = 8  # programs of other states of the model
+MANY_FORMS = 4  # of a batch, when another way is said
 NUMBERS = 2  # times that a number or size of another value is worth a capture
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Of a micro-batch that the program does not take, and why not. `floats`: beside the tensors, which have changed."""
+
+    spec: InputSpec
+    why: str
+    floats: frozenset[Path]
+
+
+def _alike(before: InputSpec, after: InputSpec) -> bool:
+    """Whether batches of both forms may be one loop's: sizes, lengths of lists and numbers may differ, and None stand for a tensor. Entries
+    that are missing or new, another dtype or another string are mistakes more often."""
+    was, now = ({**{t.path: t.dtype for t in spec.tensors}, **dict(spec.constants)} for spec in (before, after))
+    if {path for path in was if not any(type(p) is int for p in path)} ^ {path for path in now if not any(type(p) is int for p in path)}:
+        return False
+    for path in was.keys() & now.keys():
+        one, other = was[path], now[path]
+        numbers = all(type(x) in (int, float, bool) for x in (one, other))
+        if not (numbers or one is None or other is None or (type(one) is type(other) and one == other)):
+            return False
+    return True
+
+
+def _numbered(micro_batch: Any, floats: Collection[Path]) -> Any:
+    if not floats:
+        return micro_batch
+    found = {path: torch.tensor(x, dtype=torch.float64) for path, x in leaves(micro_batch) if path in floats and type(x) is float}
+    return rebuild(micro_batch, found) if found else micro_batch
 
 
 class Follow:
@@ -56,6 +94,8 @@ class Follow:
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
         self._memory: tuple[Any, list[tuple[ModelTensor, int]]] = None, []  # a program, and where the model's tensors are
         self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
+        self._inputs: set[Path] = set()  # floats of a micro-batch that are inputs of the program
+        self._forms = 0  # that were captured
         self._look()
 
     def _look(self) -> None:
@@ -65,24 +105,85 @@ class Follow:
         """The programs that are kept hold the connections of the ranks, and the states."""
         self._programs.clear()
 
-    def follow(self, batch: Any) -> None:
-        """Between steps; all ranks must have changed the same. Error: what cannot be followed."""
+    def follow(self, batch: Any, form: Form | None = None) -> None:
+        """Between steps; all ranks must have changed the same. `form`: that of the batch, where the program is of another one. Error: what
+        cannot be followed."""
         if self.frozen.recompiled:
             self.frozen.recompiled = False
             self._programs.clear()
         self._take_assigned()
         changes = self.watch.moved()
-        if not changes:
+        if not changes and form is None:
             return
         self._refuse(changes)
         rest = [c for c in changes if not self._write(c)]
         if rest:
             self._agree(rest)
+        if rest or form is not None:
             numbers = {c.where for c in rest if type(c.before) is float and type(c.after) is float and _may_be_input(c.where)}
-            before = self._key(self.watch)
+            before, spec = self._key(self.watch), self.run.spec
             self._look()
-            self._again(_said(rest), before, batch, numbers)
+            try:
+                if form is not None:
+                    self.run.spec = form.spec
+                why = _said(rest) if form is None else f"{_said(rest)}, and {form.why}" if rest else form.why
+                self._again(why, before, batch, numbers, form=form)
+            except BaseException:
+                self.run.spec = spec
+                raise
         self._look()
+
+    # ---- batches of other forms ----
+
+    def numbered(self, batch: Any) -> Any:
+        """A step's batch with tensors in the places of the floats that are inputs."""
+        if not self._inputs:
+            return batch
+        count = self.run.config.accumulation
+        parts = [_numbered(part, self._inputs) for part in batches.micro_batches(self.run.spec, batch, count)]
+        return parts if count > 1 else parts[0]
+
+    def other_form(self, batch: Any, error: CaptureError) -> Any:
+        """The step's batch as the program takes it that runs from now on; the one that ran does not take it. Every rank must call it.
+        Error: that of the program, where sizes are declared, micro-batches differ from one another, or more than sizes and numbers does."""
+        run = self.run
+        if run.shapes is not None or run.config.stage_meshes or run.config.passes is not None:
+            raise error
+        parts = batches.micro_batches(None, batch, run.config.accumulation)
+        try:
+            spec, *others = (InputSpec.of(part) for part in parts)
+        except CaptureError:
+            raise error from None
+        if not _alike(run.spec, spec) or any(other != spec for other in others):
+            raise error
+        before, after = dict(run.spec.constants), dict(spec.constants)
+        changed = {path for path, x in after.items() if type(x) is type(before.get(path)) is float and repr(x) != repr(before[path])}
+        self._agree_on_form(spec, error)
+        self._forms += 1
+        why = str(error).partition(";")[0]
+        if " the constant " in why:
+            why += ", which is best left out of the batch where nothing reads it"
+        elif self._forms == MANY_FORMS:
+            why += "; with Config(shapes=..., pad=...) few programs are enough"
+        self.follow(batch, Form(spec, why, frozenset(changed)))
+        return self.numbered(batch)
+
+    def _agree_on_form(self, spec: InputSpec, error: CaptureError) -> None:
+        run, peers = self.run, self.run.peers
+        mine = {**batches.describe(spec), **{f"{path_name(path)}, beside the tensors,": repr(value) for path, value in spec.constants}}
+        advice = "give all ranks the same sizes, or declare those that there are with Config(shapes=...) and what fills them up with pad=..."
+        try:
+            everyone = peers.exchange(f"form of the batch before step {run.steps}", mine, run.steps)
+        except PeerError as e:
+            raise PeerError(f"{e}; rank {peers.rank} asked because {str(error).partition(';')[0]}; {advice}", e.rank) from e
+        other = [r for r, theirs in enumerate(everyone) if theirs != everyone[0]]
+        if other:
+            here, there = everyone[0], everyone[other[0]]
+            name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+            raise InterlaceError(
+                f"batch entry {name} is {there.get(name, 'missing')} on {ranks_text(other)} and {here.get(name, 'missing')} on rank 0 "
+                f"before step {run.steps}; {advice}"
+            )
 
     def _take_assigned(self) -> None:
         """Parameters and buffers that were given other memory (`p.data = t`): their values go into the program's."""
@@ -188,7 +289,7 @@ class Follow:
                 where = f"{table[1]}[{number}]{table[2]}"
             mine[where] = describe(c.after)
         try:
-            everyone = peers.exchange(f"changes before step {run.steps}", mine)
+            everyone = peers.exchange(f"changes before step {run.steps}", mine, run.steps)
         except PeerError as e:
             raise PeerError(f"{e}; rank {peers.rank} asked because {_said(changes)}; every rank must change the same", e.rank) from e
         other = [r for r, theirs in enumerate(everyone) if theirs != everyone[0]]
@@ -198,9 +299,12 @@ class Follow:
                 f"{ranks_text(other)} changed {wrong} otherwise than rank 0 before step {run.steps}; every rank must change the same"
             )
 
-    def _again(self, why: str, state: str, batch: Any, numbers: set[str], ways: list[Way] | None = None, place: str | None = None) -> None:
+    def _again(
+        self, why: str, state: str, batch: Any, numbers: set[str], ways: list[Way] | None = None, place: str | None = None,
+        form: Form | None = None,
+    ) -> None:  # fmt: skip
         """Captures again; the program of this state of the model then runs, or the one that runs where it is the same. `state`: that of the
-        program that runs. `ways`: that another must begin with, which the reads at `place` tell from it."""
+        program that runs. `ways`: that another must begin with, which the reads at `place` tell from it. `form`: of the batch."""
         run, programs = self.run, self.planner.programs
         key, before = self._key(self.watch), (state, json.dumps(self._ways()))
         run.flush()
@@ -214,12 +318,12 @@ class Follow:
         if place is not None:
             self._turns[place] += 1
         log.warning("step %d: compiling again, because %s", run.steps, why)
-        micro_batch = run.example(batch)
+        micro_batch = _numbered(run.example(batch), self._inputs)
         trained = self._trained()
         self.captures.trained |= trained
 
         def make() -> Source:
-            text, constants = self._text(micro_batch, numbers - self._fixed)
+            text, constants = self._text(micro_batch, numbers - self._fixed, form)
             if text == run.source.captured:
                 return Source("")
             return self.planner.source(text, run.planned_passes, constants, run.limit)
@@ -240,6 +344,11 @@ class Follow:
                     self._programs.pop(next(iter(self._programs)))
                 self._programs[before] = (running, run.stage)
                 self._use(built)
+        if form is not None:  # which of them have become inputs
+            named = {i["name"] for i in run.ir.inputs()}
+            self._inputs |= {path for path in form.floats if path_name(path) in named}
+        if form is not None or self._inputs:
+            run.spec = InputSpec.of(_numbered(micro_batch, self._inputs))
         buffers = {b["name"]: b["value"] for b in run.ir.buffers()}
         for t in collect(self.captures.model):
             if t.kind == "plain" and t.name in buffers and not t.real.is_meta:
@@ -250,8 +359,12 @@ class Follow:
         for where in self.captures.numbers & buffers.keys() & values.keys():
             run.executor.tensor(buffers[where]).fill_(values[where])
 
-    def _text(self, micro_batch: Any, numbers: set[str]) -> tuple[str, dict[str, Tensor]]:
-        """With buffers in place of these numbers too, where the model lets tensors stand for them. Rank 0 only."""
+    def _text(self, micro_batch: Any, numbers: set[str], form: Form | None = None) -> tuple[str, dict[str, Tensor]]:
+        """With buffers in place of these numbers too, and inputs in place of those of the batch, where the model lets tensors stand for
+        them. Rank 0 only."""
+        if form is not None and form.floats:
+            with contextlib.suppress(CaptureError):
+                return self._text(_numbered(micro_batch, form.floats), numbers)
         if numbers:
             known = set(self.captures.numbers)
             self.captures.numbers |= numbers
@@ -281,6 +394,7 @@ class Follow:
     def _key(self, watch: Watch) -> str:
         """Of all that is watched but what programs read from buffers."""
         state = "\n".join(f"{where}={value}" for where, value in watch.state() if where not in self.captures.numbers)
+        state += repr((self.run.spec.tensors, self.run.spec.constants))
         return hashlib.sha256(state.encode()).hexdigest()
 
 

@@ -45,7 +45,7 @@ class Frozen:
         }
         run, peers = self.run, self.run.peers
         try:
-            everyone = peers.exchange(f"frozen and unfrozen parameters at step {run.steps}", changed)
+            everyone = peers.exchange(f"frozen and unfrozen parameters at step {run.steps}", changed, run.steps)
         except PeerError as e:
             why = f"rank {peers.rank} asked because {_listed(changed)}; every rank must freeze and unfreeze the same"
             raise PeerError(f"{e}; {why}", e.rank) from e

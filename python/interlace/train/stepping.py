@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from interlace.errors import CaptureError
 from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
 from interlace.train.diagnosis import Diagnosis, NonFiniteError
 from interlace.train.follow import Follow
@@ -35,7 +36,15 @@ class Stepping:
         run = self._run
         run.check_open()
         with run.peers.guard():
-            inputs = run.inputs(batch)
+            if self._follow is not None:
+                batch = self._follow.numbered(batch)
+            try:
+                inputs = run.inputs(batch)
+            except CaptureError as e:  # of another form than the program's
+                if self._follow is None:
+                    raise
+                batch = self._follow.other_form(batch, e)
+                inputs = run.inputs(batch)
             if self._frozen is not None and self._follow is not None:
                 self._frozen.follow(batch)
                 self._follow.follow(batch)

@@ -72,8 +72,9 @@ class Trainer:
         """One optimizer step; gives the mean loss of this rank's micro-batches (0-dim, on the device).
 
         `batch` is this rank's part: a structure of tensors that is cut along dimension 0 into Config.accumulation micro-batches, or
-        a list of that many. Errors: a batch of another shape or dtype than compiled for, a value that is not finite (the parameters
-        then stay as they were when clipping or skip_nonfinite computes the norm), a rank that failed or was lost.
+        a list of that many. One of another form than before is compiled when it comes (docs/loop.md). Errors: batches whose forms
+        differ between ranks or micro-batches, a value that is not finite (the parameters then stay as they were when clipping or
+        skip_nonfinite computes the norm), a rank that failed or was lost.
         """
         return self._stepping.step(batch)
 

@@ -1,0 +1,156 @@
+"""Batches whose form changes from step to step: other sizes, None, lists of other lengths, numbers beside the tensors."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import interlace
+from interlace.errors import InterlaceError
+
+Tensor = torch.Tensor
+STEPS = 4
+
+
+def tokens(step: int, rank: int) -> dict[str, Any]:
+    """Rows of 5, 6, 7 and again 5 tokens."""
+    g = torch.Generator().manual_seed(10 * step + rank)
+    return {"x": torch.randint(0, 9, (4, 5 + step % 3), generator=g), "y": torch.randint(0, 3, (4,), generator=g)}
+
+
+def masked(step: int, rank: int) -> dict[str, Any]:
+    batch = tokens(0, 10 * step + rank)
+    return {**batch, "mask": None if step % 2 else batch["x"] > 3}
+
+
+def several(step: int, rank: int) -> dict[str, Any]:
+    batch = tokens(0, 10 * step + rank)
+    return {**batch, "more": [tokens(0, 20 * step + rank + i)["x"] for i in range(step % 3)]}
+
+
+def weighed(step: int, rank: int) -> dict[str, Any]:
+    return {**tokens(0, 10 * step + rank), "weight": 1.0 + 0.1 * step, "epoch": step // 2}
+
+
+def branching(step: int, rank: int) -> dict[str, Any]:
+    """A float that no tensor can stand for."""
+    return {**tokens(0, 10 * step + rank), "weight": 1.0 + 0.1 * step, "power": float(step)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.embed(x)
+        return self.head((y if mask is None else y * mask[..., None]).mean(1))
+
+
+def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    y = model(batch["x"], batch.get("mask"))
+    for x in batch.get("more", []):
+        y = y + model(x)
+    power = batch.get("power", 0.0)
+    return F.cross_entropy(y, batch["y"]) * batch.get("weight", 1.0) * (1.0 if power == int(power) == 0 else 2.0)
+
+
+def train(batch: Callable[[int, int], Any], **config: Any) -> tuple[list[float], list[float], float, list[str]]:
+    """Losses of ours and of eager steps, how far the parameters are from theirs, and what was said."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("interlace").addHandler(handler)
+    rank, size = parity.rank_and_size()
+    torch.manual_seed(0)
+    model = Net().double()
+    theirs = copy.deepcopy(model)
+    optimizer, expected = torch.optim.AdamW(theirs.parameters(), lr=1e-2), []
+    for step in range(STEPS):
+        losses = [loss_fn(theirs, batch(step, r)) / size for r in range(size)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(sum(float(x.detach()) for x in losses))
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=600, **config)
+    mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    try:
+        with interlace.compile(model, mine, loss_fn, batch(0, rank), settings) as trainer:
+            found = [parity.mean_over_ranks(trainer.step(batch(step, rank))) for step in range(STEPS)]
+            state = trainer.state_dict(all_ranks=True)
+    finally:
+        logging.getLogger("interlace").removeHandler(handler)
+    far = max(float((state[n] - t).abs().max()) for n, t in theirs.state_dict().items())
+    return found, expected, far, [text for text in said if "compiling again" in text]
+
+
+# The forms are captured so often; 5 tokens come again.
+TIMES = {tokens: 2, masked: 1, several: 2, weighed: 2, branching: 3}
+
+
+@pytest.mark.parametrize("batch", list(TIMES), ids=lambda f: f.__name__)
+def test_one_rank(batch: Callable[[int, int], Any]) -> None:
+    losses, expected, far, said = train(batch)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert far < 1e-12
+    assert len(said) == TIMES[batch], said
+
+
+def test_two_ranks() -> None:
+    for batch in (tokens, weighed):
+        for losses, expected, far, said in ranks.run(train, 2, batch, strategy="shard"):
+            assert losses == pytest.approx(expected, rel=1e-12)
+            assert far < 1e-12
+            assert len(said) == TIMES[batch], said
+
+
+def test_micro_batches() -> None:
+    losses, expected, far, _ = train(weighed, accumulation=2)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert far < 1e-12
+
+
+def test_the_users_own_python_takes_any_form() -> None:
+    for batch in (tokens, several, branching):
+        losses, expected, far, said = train(batch, mode="eager")
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert far < 1e-12 and said == []
+
+
+def alone(step: int, rank: int) -> dict[str, Any]:
+    """Another form on rank 1, at its step 1."""
+    return tokens(step * rank, rank)
+
+
+def unlike(step: int, rank: int) -> dict[str, Any]:
+    return tokens(step + rank * (step > 0), rank)
+
+
+def refused(batch: Callable[[int, int], Any]) -> str:
+    with pytest.raises(InterlaceError) as e:
+        train(batch)
+    return str(e.value)
+
+
+def test_a_rank_that_alone_has_another_form_is_named() -> None:
+    """At once: the timeout of these runs is longer than that of this test."""
+    for text in ranks.run(refused, 2, alone):
+        assert "rank 0 makes step 1 as it is; rank 1 asked because batch entry 'x' is int64[4, 6], but the program was compiled for" in text
+        assert "; give all ranks the same sizes, or declare those that there are with Config(shapes=...)" in text
+
+
+def test_ranks_with_other_sizes_are_told_what_to_do() -> None:
+    for text in ranks.run(refused, 2, unlike):
+        assert text.endswith(
+            "batch entry x is int64[4, 7] on rank 1 and int64[4, 6] on rank 0 before step 1; give all ranks the same sizes, or declare those "
+            "that there are with Config(shapes=...) and what fills them up with pad=..."
+        ), text
