@@ -119,6 +119,25 @@ def test_micro_batches() -> None:
     assert far < 1e-12
 
 
+def of_one(batch: Callable[[int, int], Any], **config: Any) -> tuple[list[float], list[float], float, list[str]]:
+    """Every rank has rank 0's batch, as on axes that do not cut it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity, "rank_and_size", lambda: (0, 1))
+        patch.setattr(parity, "mean_over_ranks", float)
+        return train(batch, **config)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mesh": {"pp": 2}, "accumulation": 2}, {"mesh": {"tp": 2}}, {"passes": "canonicalize,shard(ranks={ranks}),update"}],
+    ids=["stages", "products", "passes"],
+)  # fmt: skip
+def test_other_ways_to_run(settings: dict[str, Any]) -> None:
+    for losses, expected, far, said in ranks.run(of_one if "mesh" in settings else train, 2, several, **settings):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert far < 1e-12
+        assert len(said) == TIMES[several], said
+
+
 def test_the_users_own_python_takes_any_form() -> None:
     for batch in (tokens, several, branching):
         losses, expected, far, said = train(batch, mode="eager")

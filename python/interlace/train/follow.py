@@ -147,7 +147,7 @@ class Follow:
         """The step's batch as the program takes it that runs from now on; the one that ran does not take it. Every rank must call it.
         Error: that of the program, where sizes are declared, micro-batches differ from one another, or more than sizes and numbers does."""
         run = self.run
-        if run.shapes is not None or run.config.stage_meshes or run.config.passes is not None:
+        if run.shapes is not None or run.config.stage_meshes:
             raise error
         parts = batches.micro_batches(None, batch, run.config.accumulation)
         try:
