@@ -175,6 +175,10 @@ def reverses_by_a_value(self: Any, x: Tensor) -> Tensor:
     return reverses(self, x) * (1.0 if float(self.a(x).sum()) < 1e9 else 2.0)
 
 
+def checks_a_variance(self: Any, x: Tensor) -> Tensor:
+    return self.a(x) + F.gaussian_nll_loss(self.a(x), x, F.softplus(self.a(x)))
+
+
 def checkpoints_by_a_value(self: Any, x: Tensor) -> Tensor:
     """What runs again in backward runs with the same parameters."""
     y = checkpoint(lambda z: self.b(self.a(z)).tanh(), x, use_reentrant=False)
@@ -193,7 +197,7 @@ def seeds_itself(self: Any, x: Tensor) -> Tensor:
     return self.head(self.a(x) + noise)
 
 
-WHOLE = [turns, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
+WHOLE = [turns, checks_a_variance, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
 OPAQUE = [
     teaches_by_a_count, teaches_by_another_count, counts, counts_in_a_list, draws_from_its_own, draws_on, seeds_itself, goes_on, packs,
     looks_up, reverses_by_a_value, checkpoints_by_a_value,
