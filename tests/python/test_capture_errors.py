@@ -122,6 +122,33 @@ def test_parameter_written_in_forward():
     )
 
 
+class Grows(nn.Module):
+    """Makes a table for the lengths that it meets, as image models do with relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table.shape[0] != x.shape[0]:
+            self.table = torch.arange(x.shape[0], dtype=x.dtype)
+        return self.fc(x) * self.table[:, None]
+
+
+def test_a_buffer_that_takes_another_size():
+    model = Grows()
+    fails(
+        "'table' is a tensor of shape (1,) and the model puts one of shape (2,) in its place while it runs; a program keeps its size "
+        "(where only its first run does so, let it run once before interlace.compile)",
+        model,
+        mean,
+        batch={"x": torch.ones(2, 4)},
+    )
+    model(torch.ones(2, 4))  # as the message says
+    capture(model, mean, {"x": torch.ones(2, 4)})
+
+
 # ---- the loss ----
 
 

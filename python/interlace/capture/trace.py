@@ -243,7 +243,7 @@ class Trace:
         if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):
             raise CaptureError(
                 f"{where} is a tensor of shape {tuple(t.real.shape)} and the model puts one of shape {tuple(new.shape)} in its "
-                "place while it runs; a program keeps its size"
+                "place while it runs; a program keeps its size (where only its first run does so, let it run once before interlace.compile)"
             )
         self.recorder.mark("assign", f"%{self.ids[id(t)]}", f"%{self.recorder.value_of(new)}")
         self._assigned.add(id(t))
