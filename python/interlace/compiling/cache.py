@@ -55,7 +55,7 @@ class Cache:
             first, _, packed = data.partition(b"\n")
             head = json.loads(first)
             if head["format"] != FORMAT or head["versions"] != versions():
-                self._say(f"{path} is of another version ({head['versions']}; here {versions()}); it is compiled again and replaced")
+                self._say(f"programs in {self.folder} are of another version ({head['versions']}; here {versions()}) and compiled again")
                 return None
             if head["bytes"] != len(packed) or head["digest"] != hashlib.sha256(packed).hexdigest():
                 raise ValueError("its digest is not that of its contents")
