@@ -95,6 +95,23 @@ def test_the_numbers_of_one_process(name: str) -> None:
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
+def of_other_lengths(name: str) -> list[parity.Distance]:
+    """Batches whose tokens are fewer at every second step."""
+    whole = tensor_models.batch_of
+
+    def shorter(step: int, *rest: Any) -> Any:
+        return {key: x[:, : x.shape[1] - 2 * (step % 2)] for key, x in whole(step, *rest).items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_models, "batch_of", shorter)
+        return distances(name, THREE[1:2])
+
+
+def test_batches_of_another_length() -> None:
+    for distance in ranks.run(of_other_lengths, 3, "llama", timeout_s=300)[0]:
+        assert distance.within(1e-9), distance
+
+
 FOUR: list[dict[str, Any]] = [
     {"mesh": {"pp": 2, "dp": (3, 1)}, "stage_order": "zero_bubble", "clip_norm": 0.3},
     {"mesh": {"pp": 3, "dp": (1, 2, 1)}, "stage_order": "gpipe"},

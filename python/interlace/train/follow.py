@@ -147,7 +147,7 @@ class Follow:
         """The step's batch as the program takes it that runs from now on; the one that ran does not take it. Every rank must call it.
         Error: that of the program, where sizes are declared, micro-batches differ from one another, or more than sizes and numbers does."""
         run = self.run
-        if run.shapes is not None or run.config.stage_meshes:
+        if run.shapes is not None:
             raise error
         parts = batches.micro_batches(None, batch, run.config.accumulation)
         try:
@@ -170,7 +170,8 @@ class Follow:
 
     def _agree_on_form(self, spec: InputSpec, error: CaptureError) -> None:
         run, peers = self.run, self.run.peers
-        mine = {**batches.describe(spec), **{f"{path_name(path)}, beside the tensors,": repr(value) for path, value in spec.constants}}
+        beside = {f"{path_name(path)}, beside the tensors,": repr(value) for path, value in spec.constants}
+        mine = {**batches.describe(spec, run.row_ranks), **beside}
         advice = "give all ranks the same sizes, or declare those that there are with Config(shapes=...) and what fills them up with pad=..."
         try:
             everyone = peers.exchange(f"form of the batch before step {run.steps}", mine, run.steps)
