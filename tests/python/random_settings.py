@@ -1,5 +1,5 @@
-"""Random settings of whole trainings: mesh, strategy, order, passes, tiers, optimizer, evaluation and a checkpoint that another setting
-goes on from, each held against plain PyTorch in one process.
+"""Random settings of whole trainings: mesh, strategy, order, passes, tiers, optimizer, batches of other forms, evaluation and a checkpoint
+that another setting goes on from, each held against plain PyTorch in one process.
 
     python tests/python/random_settings.py [--seeds 0:40] [--ranks 4] [--show]
 
@@ -81,7 +81,8 @@ def drawn(seed: int, size: int) -> dict[str, Any]:
     if model == "vit" and kind == "lion":  # a key's bias has a gradient of rounding alone, and Lion takes its sign
         kind = "adamw"
     between = {name: draw.randrange(1, STEPS - 1) for name in ("evaluate", "save", "freeze") if draw.random() < 0.3}
-    return {"model": model, "kind": kind, "config": config, "between": between}
+    form = one("", "", "rows", "length")
+    return {"model": model, "kind": kind, "config": config, "between": between, "form": form}
 
 
 def frozen(model: Any) -> Any:
@@ -89,9 +90,13 @@ def frozen(model: Any) -> Any:
 
 
 def whole_batch(setting: dict[str, Any], size: int, step: int) -> dict[str, torch.Tensor]:
-    """Of all data ranks: rows that any number of them divides."""
+    """Of all data ranks: rows that any number of them divides. At some steps it has another form."""
     rows = (12 if size == 3 else 4) * setting["config"]["accumulation"]
-    return tensor_models.batch_of(step, 0, rows, setting["model"])
+    other = setting["form"] if step % 5 in (2, 3) else ""
+    batch = tensor_models.batch_of(step, 0, 2 * rows if other == "rows" else rows, setting["model"])
+    if other == "length":
+        batch |= {name: x[:, :-2] for name, x in batch.items() if name != "pixel_values" and x.dim() > 1}
+    return batch
 
 
 def expected(setting: dict[str, Any], size: int) -> parity.Run:

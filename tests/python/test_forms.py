@@ -9,6 +9,7 @@ from typing import Any
 
 import parity
 import pytest
+import random_settings
 import ranks
 import torch
 from torch import nn
@@ -143,6 +144,14 @@ def test_the_users_own_python_takes_any_form() -> None:
         losses, expected, far, said = train(batch, mode="eager")
         assert losses == pytest.approx(expected, rel=1e-12)
         assert far < 1e-12 and said == []
+
+
+def test_a_parameter_is_frozen_when_another_form_comes() -> None:
+    """On stages, of which one has other states then."""
+    config = {"mesh": {"pp": 2}, "accumulation": 2, "clip_norm": None, "stage_order": "1f1b"}
+    setting = {"model": "deep", "kind": "sgd", "config": config, "between": {"freeze": 2}, "form": "rows"}
+    for run in ranks.run(random_settings.ours, 2, setting, 2, ""):
+        assert parity.distance(run, random_settings.expected(setting, 2)).within(1e-9)
 
 
 def alone(step: int, rank: int) -> dict[str, Any]:

@@ -212,7 +212,10 @@ class Programs:
         try:
             executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states)
         except _runtime.Error as e:
+            self._agreed(beside, True)
             raise ProgramError(str(e)) from e
+        if self._agreed(beside, False):
+            raise ProgramError("the program of another stage has other states")
         self.loops.begin(program.rule_loops(on_host=self.peers.device.type != "cpu"))
         note = executor.stats()["tier_note"]
         if note and donor is None:
@@ -221,6 +224,10 @@ class Programs:
         if why and self.peers.device.type != "cpu" and donor is None:
             log.info("steps are given to the device op by op: %s", why)
         return Built(source, program, executor, States(program, executor, self.peers))
+
+    def _agreed(self, beside: Any, failed: bool) -> bool:
+        """Whether a program of another stage cannot take turns with the one that runs there: then none of this step's does."""
+        return beside is not None and self.config.stage_ranks > 1 and self.peers.groups.largest([int(failed)]) == [1]
 
     def compare_digests(self, source: Source) -> None:
         """Error: a rank that has another text than rank 0 sent."""
