@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -157,6 +159,29 @@ def test_a_parameter_is_frozen_when_another_form_comes() -> None:
 def alone(step: int, rank: int) -> dict[str, Any]:
     """Another form on rank 1, at its step 1."""
     return tokens(step * rank, rank)
+
+
+def back_to_a_checkpoint(folder: str) -> list[float]:
+    """The last step has another form than the one that is made again, and rank 1 comes later."""
+    rank, _ = parity.rank_and_size()
+    torch.manual_seed(0)
+    model = Net().double()
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=60)
+    losses = []
+    with interlace.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, tokens(0, rank), settings) as trainer:
+        for form in (0, 0, 1):
+            if len(losses) == 1:
+                trainer.save(folder)
+            if form:
+                trainer.load(folder)
+                time.sleep(2.5 * rank)
+            losses.append(parity.mean_over_ranks(trainer.step(tokens(form, rank))))
+    return losses
+
+
+def test_places_of_before_a_checkpoint_was_loaded_say_nothing(tmp_path: Path) -> None:
+    for losses in ranks.run(back_to_a_checkpoint, 2, str(tmp_path / "saved")):
+        assert len(losses) == 3
 
 
 def unlike(step: int, rank: int) -> dict[str, Any]:

@@ -105,6 +105,8 @@ class Peers:
         come within the timeout, failed meanwhile, or are in that step."""
         if self._store is None:
             return [value]
+        if before_step is not None and self.places.step() == before_step:  # a checkpoint was loaded: places say where ranks were before
+            before_step = None
         times = self._exchanged[what] = self._exchanged.get(what, 0) + 1
         key = what if times == 1 else f"{what} ({times})"  # else a rank could read what another said the time before
         self._put(f"{key}/{self.rank}", json.dumps(value).encode())
@@ -159,7 +161,7 @@ class Peers:
             if before_step is not None:
                 with self._store_errors():
                     step = int((self.places.of(owner) or {}).get("step", -1))
-                if step >= before_step and not self._there(key):
+                if step == before_step and not self._there(key):
                     raise PeerError(f"rank {owner} makes step {before_step} as it is", owner)
             if time.monotonic() > deadline:
                 with self._store_errors():

@@ -83,6 +83,11 @@ class Places:
         key = f"at/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
+    def step(self) -> int:
+        """The step that this rank is in, or was in last."""
+        where = self._where()
+        return -1 if where is None else int(where()["step"])
+
     def silent(self, seconds: float) -> list[int]:
         """The other ranks that have said nothing new for so long, since this was first asked."""
         found = []
