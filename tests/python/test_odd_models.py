@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from zoo_more import Reversed
 
 import interlace
 from interlace.errors import CaptureError
@@ -142,33 +143,8 @@ def curves(self: Any, x: Tensor) -> Tensor:
     return self.head(self.a(x) + torch.func.vmap(lambda row: second(row).diagonal())(x))
 
 
-class Reversible(torch.autograd.Function):
-    """Keeps results alone; its backward runs the halves again, and leaves the gradients of their parameters in `grad`."""
-
-    @staticmethod
-    def forward(ctx: Any, one: Tensor, two: Tensor, f: nn.Module, g: nn.Module) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            one = one + f(two)
-            two = two + g(one)
-        ctx.save_for_backward(one, two)
-        ctx.halves = f, g
-        return one, two
-
-    @staticmethod
-    def backward(ctx: Any, d_one: Tensor, d_two: Tensor) -> Any:
-        (one, two), (f, g) = ctx.saved_tensors, ctx.halves
-        with torch.enable_grad():
-            one = one.detach().requires_grad_()
-            change = g(one)
-            change.backward(d_two)
-            d_one = d_one + one.grad
-            two = (two - change).detach().requires_grad_()
-            torch.autograd.backward(f(two), d_one)
-        return d_one, d_two + two.grad, None, None
-
-
 def reverses(self: Any, x: Tensor) -> Tensor:
-    return self.head(sum(Reversible.apply(self.a(x).tanh(), x, self.a, self.b)))
+    return self.head(sum(Reversed.apply(self.a(x).tanh(), x, self.a, self.b)))
 
 
 def reverses_by_a_value(self: Any, x: Tensor) -> Tensor:

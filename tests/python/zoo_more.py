@@ -185,7 +185,7 @@ class Reversed(torch.autograd.Function):
             change.backward(d_two)
             d_one = d_one + one.grad
             two = (two - change).detach().requires_grad_()
-            f(two).backward(d_one)
+            torch.autograd.backward(f(two), d_one)
         return d_one, d_two + two.grad, None, None
 
 

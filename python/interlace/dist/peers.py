@@ -24,7 +24,7 @@ import re
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,17 @@ def ranks_text(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def first_difference(everyone: Sequence[Mapping[str, Any]]) -> tuple[list[int], str, Any, Any] | None:
+    """The ranks whose entries are not rank 0's, and of the first one that the first of them has otherwise: its name, theirs, rank 0's."""
+    here = everyone[0]
+    other = [r for r, theirs in enumerate(everyone) if theirs != here]
+    if not other:
+        return None
+    there = everyone[other[0]]
+    name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+    return other, name, there.get(name, "missing"), here.get(name, "missing")
 
 
 class Peers:

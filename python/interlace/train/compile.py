@@ -32,7 +32,7 @@ from interlace.compiling.states import WEIGHT, States
 from interlace.config import Config, ConfigError
 from interlace.config.schedule import check_passes, default_schedule, stage_at
 from interlace.dist.groups import check_streams, default_device, device_name
-from interlace.dist.peers import PeerError, Peers, ranks_text
+from interlace.dist.peers import PeerError, Peers, first_difference, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
 from interlace.train.eager import EagerRunner, default_loss, eager_text
@@ -172,14 +172,13 @@ class _Build:
                 f"devices (rank {self.peers.rank} sees {torch.accelerator.device_count()}), each with its own, by LOCAL_RANK or model.to"
             )
         for kind in mine:
-            differing = [r for r, other in enumerate(everyone) if other[kind] != everyone[0][kind]]
-            if not differing:
+            found = first_difference([other[kind] for other in everyone])
+            if found is None:
                 continue
-            here, there = everyone[0][kind], everyone[differing[0]][kind]
-            name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+            differing, name, theirs, ours = found
             raise PeerError(
                 f"{ranks_text(differing)} {'differ' if len(differing) > 1 else 'differs'} from rank 0: {kind} '{name}' is "
-                f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} on rank 0; every rank must compile the same",
+                f"{theirs} there and {ours} on rank 0; every rank must compile the same",
                 differing[0],
             )
 

@@ -25,7 +25,7 @@ from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner, check_stages
 from interlace.compiling.programs import Built, Made, ProgramError, Source, state_name, step_states
 from interlace.config.schedule import for_stage, items, pass_name
-from interlace.dist.peers import PeerError, ranks_text
+from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.train import batch as batches
 from interlace.train.batch import describe
 from interlace.train.eager import EagerRunner, default_loss, named_outputs
@@ -111,13 +111,12 @@ class Evaluation:
     def _agree(self, spec: InputSpec) -> None:
         self._calls += 1
         everyone = self.run.peers.exchange(f"evaluation {self._calls}", describe(spec, self.run.row_ranks))
-        wrong = [r for r, other in enumerate(everyone) if other != everyone[0]]
-        if wrong:
-            here, there = everyone[0], everyone[wrong[0]]
-            name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+        found = first_difference(everyone)
+        if found is not None:
+            wrong, name, theirs, ours = found
             raise PeerError(
-                f"evaluate: {ranks_text(wrong)} gave another batch than rank 0: '{name}' is {there.get(name, 'missing')} there and "
-                f"{here.get(name, 'missing')} on rank 0; fill up the last batch, or leave it out on every rank",
+                f"evaluate: {ranks_text(wrong)} gave another batch than rank 0: '{name}' is {theirs} there and {ours} on rank 0; "
+                "fill up the last batch, or leave it out on every rank",
                 wrong[0],
             )
 

@@ -37,7 +37,7 @@ from interlace.capture.ways import Way, other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, ProgramError, Source
-from interlace.dist.peers import PeerError, ranks_text
+from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
 from interlace.train.evaluation import Evaluation
@@ -177,13 +177,11 @@ class Follow:
             everyone = peers.exchange(f"form of the batch before step {run.steps}", mine, run.steps)
         except PeerError as e:
             raise PeerError(f"{e}; rank {peers.rank} asked because {str(error).partition(';')[0]}; {advice}", e.rank) from e
-        other = [r for r, theirs in enumerate(everyone) if theirs != everyone[0]]
-        if other:
-            here, there = everyone[0], everyone[other[0]]
-            name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+        found = first_difference(everyone)
+        if found is not None:
+            other, name, theirs, ours = found
             raise InterlaceError(
-                f"batch entry {name} is {there.get(name, 'missing')} on {ranks_text(other)} and {here.get(name, 'missing')} on rank 0 "
-                f"before step {run.steps}; {advice}"
+                f"batch entry {name} is {theirs} on {ranks_text(other)} and {ours} on rank 0 before step {run.steps}; {advice}"
             )
 
     def _take_assigned(self) -> None:
@@ -293,9 +291,9 @@ class Follow:
             everyone = peers.exchange(f"changes before step {run.steps}", mine, run.steps)
         except PeerError as e:
             raise PeerError(f"{e}; rank {peers.rank} asked because {_said(changes)}; every rank must change the same", e.rank) from e
-        other = [r for r, theirs in enumerate(everyone) if theirs != everyone[0]]
-        if other:
-            wrong = next(n for n in (*everyone[0], *everyone[other[0]]) if everyone[0].get(n) != everyone[other[0]].get(n))
+        found = first_difference(everyone)
+        if found is not None:
+            other, wrong, _, _ = found
             raise InterlaceError(
                 f"{ranks_text(other)} changed {wrong} otherwise than rank 0 before step {run.steps}; every rank must change the same"
             )
