@@ -108,7 +108,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         **({"text read": f"up to {summary['text_read']}"} if "text_read" in summary else {}),
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s, median step {summary['step_ms']:.1f} ms",
         "before training": f"text {seconds(summary['text_seconds'])}, compile {seconds(summary['compile_seconds'])}",
-        "peak memory": f"{format_bytes(summary['peak_bytes'])} by the allocator, "
+        "peak memory": f"{format_bytes(summary['peak_bytes'])} by the allocator (the last program), "
         f"{format_bytes(summary['resident_bytes'])} resident (largest of the ranks)",
         "communicated": f"{format_bytes(summary['bytes_per_step'])} received a step by each rank",
     }
