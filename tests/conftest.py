@@ -1,4 +1,4 @@
-"""With INTERLACE_DEVICE=soft torch has the software accelerator (tests/accelerator), and what the tests compile lies on it."""
+"""What the tests compile lies on INTERLACE_DEVICE; with "soft" torch has the software accelerator (tests/accelerator)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 os.environ.setdefault("INTERLACE_CACHE", "off")  # the tests of the cache name folders of their own
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "python"))
-SOFT = os.environ.get("INTERLACE_DEVICE") == "soft"
+DEVICE = os.environ.get("INTERLACE_DEVICE", "cpu")
+SOFT = DEVICE == "soft"
 if SOFT:  # before torch is imported, here and in every process that a test starts
     folder = str(HERE / "accelerator" / "python")
     sys.path.insert(0, folder)
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs INTERLACE_DEVICE=soft"))
         mark = item.get_closest_marker("host")
         why = mark.args[0] if mark else host.get(item.path.stem)
-        if SOFT and why:
+        if DEVICE != "cpu" and why:
             item.add_marker(pytest.mark.skip(reason=f"not for devices: {why}"))
     if not any("accelerator" in item.keywords for item in items):
         return
@@ -55,12 +56,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def ordered() -> Iterator[None]:
     """On the software accelerator no test leaves out a wait."""
-    if not SOFT:
-        yield
-        return
     import on_device
 
     on_device.install()
+    if not SOFT:
+        yield
+        return
     import soft_device
 
     soft_device.take_reports()

@@ -20,8 +20,8 @@ namespace interlace {
 
 // Puts our allocator in front of torch's. Safe to call many times; never removed.
 void InstallCountingAllocator();
-// The same for what kernels on this device ask for. False: its framework asks an allocator of its own (CUDA's does), so
-// that nothing can be served; torch's stays.
+// The same for what kernels on this device ask for. False: its allocator cannot be stood before, so that nothing can be
+// served.
 bool InstallDeviceHook(c10::Device device);
 
 struct MemoryUse {

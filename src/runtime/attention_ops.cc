@@ -1,12 +1,25 @@
 // attention_ops.cc — attention on devices other than CPUs. A step is captured as it runs on a CPU, so scaled
-// dot-product attention is in the program as the CPU's fused operator; here other backends get it as a few calls that
-// all of them have. In float32 for 16-bit types; the scores of all pairs are in memory at once.
+// dot-product attention is in the program as the CPU's fused operator. On CUDA it is the fused kernel that torch itself
+// would choose there (cuDNN's, flash or memory-efficient): all leave the natural logarithm of the sums of exp(S), as the
+// CPU's does. Where torch would choose none, and on other backends, it is a few calls that all of them have: in float32
+// for 16-bit types, with the scores of all pairs in memory at once.
 //
 //   forward   S = scale * Q K' + mask    L = logsumexp(S)    P = exp(S - L)    O = P V
 //   backward  dV = P' dO    dS = P * (dO V' - rowsum(dO * O))    dQ = scale * dS K    dK = scale * dS' Q
 #include "runtime/attention_ops.h"
 
+#include <ATen/SDPBackend.h>
+
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
@@ -16,6 +29,7 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 namespace interlace {
 
@@ -46,12 +60,54 @@ at::Tensor Weights(const at::Tensor& scores, const at::Tensor& logsumexp) {
   return at::exp(scores - base.masked_fill(base.isinf(), 0));
 }
 
+constexpr int64_t kWidthMultiple = 8;    // of query, key and value: else torch pads them before its kernels
+constexpr int64_t kMaskMultiple = 16;    // of the rows of a mask in memory, for the memory-efficient kernel
+constexpr int64_t kSumsMultiple = 32;    // it takes its sums in rows of so many
+
+// math: none.
+at::SDPBackend FusedFor(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool is_causal,
+                        const std::optional<at::Tensor>& mask, std::optional<double> scale) {
+  const bool square = !is_causal || query.size(-2) == key.size(-2);  // of others kernels have other corners
+  if (!query.is_cuda() || query.dim() != 4 || !square || query.size(-1) % kWidthMultiple != 0 ||
+      value.size(-1) != query.size(-1) || query.size(1) != key.size(1) || query.numel() == 0 || key.numel() == 0)
+    return at::SDPBackend::math;
+  return static_cast<at::SDPBackend>(at::_fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale));
+}
+
+// Of one number for every query and key, with rows as the kernels need them.
+std::optional<at::Tensor> MaskFor(const std::optional<at::Tensor>& mask, const at::Tensor& query,
+                                  const at::Tensor& key) {
+  if (!mask || !mask->defined()) return std::nullopt;
+  const int64_t keys = key.size(-2);
+  std::vector<int64_t> sizes = mask->sizes().vec();
+  sizes.back() = keys;
+  at::Tensor rows = mask->to(query.scalar_type()).expand(sizes);
+  if (keys % kMaskMultiple != 0 || rows.stride(-1) != 1)
+    rows = at::constant_pad_nd(rows, {0, (kMaskMultiple - keys % kMaskMultiple) % kMaskMultiple}).slice(-1, 0, keys);
+  return rows.expand({query.size(0), query.size(1), query.size(2), keys});
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> Attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                              double dropout_p, bool is_causal, const std::optional<at::Tensor>& mask,
                                              std::optional<double> scale) {
   TORCH_CHECK(dropout_p == 0, "fused attention of the CPU has no dropout");
+  const at::SDPBackend fused = FusedFor(query, key, value, is_causal, mask, scale);
+  if (fused == at::SDPBackend::flash_attention) {
+    const auto found = at::_scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, false, scale);
+    return {std::get<0>(found), std::get<1>(found)};
+  }
+  if (fused == at::SDPBackend::cudnn_attention) {
+    const auto found = at::_scaled_dot_product_cudnn_attention(query, key, value, MaskFor(mask, query, key), true, 0.0,
+                                                               is_causal, false, scale);
+    return {std::get<0>(found), std::get<1>(found).reshape({query.size(0), query.size(1), query.size(2)})};
+  }
+  if (fused == at::SDPBackend::efficient_attention) {
+    const auto found = at::_scaled_dot_product_efficient_attention(query, key, value, MaskFor(mask, query, key), true,
+                                                                   0.0, is_causal, scale);
+    return {std::get<0>(found), std::get<1>(found).slice(-1, 0, query.size(2))};
+  }
   const at::Tensor scores = Scores(query, key, is_causal, mask, ScaleOf(query, scale));
   const at::Tensor logsumexp = at::logsumexp(scores, {-1});
   return {at::matmul(Weights(scores, logsumexp), Wide(value)).to(query.scalar_type()), logsumexp};
@@ -64,6 +120,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> AttentionBackward(const at::Tenso
                                                                  const std::optional<at::Tensor>& mask,
                                                                  std::optional<double> scale) {
   TORCH_CHECK(dropout_p == 0, "fused attention of the CPU has no dropout");
+  const at::SDPBackend fused = FusedFor(query, key, value, is_causal, mask, scale);
+  if (fused != at::SDPBackend::math && fused != at::SDPBackend::overrideable && fused != at::SDPBackend::error) {
+    const at::Tensor none, unused = at::empty({2}, query.options().dtype(at::kLong));  // keys of dropout, which is 0
+    const at::Tensor bias = MaskFor(mask, query, key).value_or(none);
+    if (fused == at::SDPBackend::flash_attention)
+      return at::_scaled_dot_product_flash_attention_backward(grad_out, query, key, value, out, logsumexp, none, none,
+                                                              query.size(2), key.size(2), 0.0, is_causal, unused,
+                                                              unused, scale);
+    if (fused == at::SDPBackend::cudnn_attention)
+      return at::_scaled_dot_product_cudnn_attention_backward(grad_out, query, key, value, out,
+                                                              logsumexp.contiguous().unsqueeze(-1), unused, unused,
+                                                              bias, none, none, query.size(2), key.size(2), 0.0,
+                                                              is_causal, scale);
+    const int64_t more = (kSumsMultiple - query.size(2) % kSumsMultiple) % kSumsMultiple;
+    const auto found = at::_scaled_dot_product_efficient_attention_backward(
+        grad_out, query, key, value, bias, out, at::constant_pad_nd(logsumexp, {0, more}), unused, unused, 0.0,
+        {true, true, true, false}, is_causal, scale);
+    return {std::get<0>(found), std::get<1>(found), std::get<2>(found)};
+  }
   const double factor = ScaleOf(query, scale);
   const at::Tensor weights = Weights(Scores(query, key, is_causal, mask, factor), logsumexp);
   const at::Tensor grad = Wide(grad_out);

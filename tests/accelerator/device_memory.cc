@@ -227,9 +227,16 @@ struct RegisteredMemory {
 }  // namespace
 
 c10::Allocator* AskedAllocator() {
+  struct Direct final : c10::Allocator {
+    c10::DataPtr allocate(size_t bytes) override { return TheMemory().DeviceMemory::allocate(bytes); }
+    void copy_data(void* to, const void* from, size_t bytes) const override {
+      TheMemory().DeviceMemory::copy_data(to, from, bytes);
+    }
+  };
+  static Direct direct;
   const char* hook = std::getenv("SOFT_HOOK");
   static const bool own = hook != nullptr && hook[0] == '0';
-  return own ? &TheMemory() : c10::GetAllocator(c10::kPrivateUse1);
+  return own ? static_cast<c10::Allocator*>(&direct) : &TheMemory();
 }
 void ReleasePool(uint64_t pool) { TheMemory().Release(pool); }
 void SetCapacity(size_t bytes) { TheMemory().SetCapacity(bytes); }

@@ -22,8 +22,8 @@ char* Mirror(const void* p);
 void UsePinned(const PinnedBlock& block, const char* begin, const char* end, bool written, int stream);
 int64_t HostTouches();  // accesses of the host that were caught
 
-// What factories of tensors ask: the allocator that c10 knows for the device, or with SOFT_HOOK=0 this one itself, whoever
-// stands in front of it, as CUDA's do.
+// What factories of tensors ask: this one itself, whatever c10 knows for the device, as CUDA's do; with SOFT_HOOK=0 by
+// calls that no table of virtual functions decides.
 c10::Allocator* AskedAllocator();
 void SetCapacity(size_t bytes);  // of device memory: more is out of memory
 void ReleaseIdle();              // gives idle blocks back to the system; waits for the device

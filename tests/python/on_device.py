@@ -68,6 +68,17 @@ def executors(runtime: Any) -> Any:
     return Runtime()
 
 
+def needs(ranks: int) -> None:
+    """Skips a test for want of devices; that in software has as many as are asked for."""
+    if DEVICE in ("cpu", "soft"):
+        return
+    import pytest
+    import torch
+
+    if ranks > 1 and torch.accelerator.device_count() < ranks:
+        pytest.skip(f"{ranks} ranks need as many devices")
+
+
 def left_out() -> list[str]:
     """The waits that this process left out since the last call, which only the device in software can tell."""
     if DEVICE != "soft":

@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import on_device
+
 TIMEOUT_S = 180.0
 _HERE = str(Path(__file__).parent)
 
@@ -51,7 +53,6 @@ class Outcome:
 
 def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
-    import on_device
     import torch
     import torch.distributed as dist
 
@@ -187,6 +188,7 @@ def outcomes(
 ) -> list[Outcome | None]:
     """What became of each rank; None for a rank whose process died."""
     global _pool
+    on_device.needs(size)
     if _pool is None:
         _pool = Pool()
         atexit.register(_stop)

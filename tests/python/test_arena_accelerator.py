@@ -55,6 +55,7 @@ def train(case: str, device: str, mode: str = "free", plant: str = "none", **set
     with compile(model, optimizer, zoo.CASES[case].loss, batch(0), interlace.Config(**settings)) as trainer:
         losses = [float(trainer.step(batch(step))) for step in range(steps)]
         if device == "soft":
+            gc.collect()  # what the last step left in cycles
             last, live = batch(steps), memory.memory_allocated()
             memory.reset_peak_memory_stats()
             soft_device._C.plant(plant)

@@ -45,6 +45,7 @@ def pretend(capability: int) -> None:
     """From now on torch and Triton have such a device, on which nothing can run."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.fx_passes import fuse_attention, misc_patterns, post_grad
+    from torch._subclasses import fake_tensor
     from triton.backends.compiler import GPUTarget
     from triton.runtime import cache
     from triton.runtime.driver import driver
@@ -72,8 +73,12 @@ def pretend(capability: int) -> None:
             utils=SimpleNamespace(get_device_properties=lambda *_: limits),
         )
     )  # fmt: skip
-    # Patterns of products and attention, which no region has, and a pass that runs copies on the device to see whether shapes fit.
-    for module, name in ((fuse_attention, "_sfdp_init"), (misc_patterns, "_misc_patterns_init"), (post_grad, "reinplace_inplaceable_ops")):
+    # Patterns of products and attention, which no region has, a pass that runs copies on the device to see whether shapes fit, and what
+    # gives the device a context before anything fake is there: that needs a driver, and cannot be forked.
+    for module, name in (
+        (fuse_attention, "_sfdp_init"), (misc_patterns, "_misc_patterns_init"), (post_grad, "reinplace_inplaceable_ops"),
+        (fake_tensor, "init_gpu_context"),
+    ):  # fmt: skip
         setattr(module, name, lambda *_, **__: None)
 
 

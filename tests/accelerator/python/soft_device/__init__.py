@@ -6,7 +6,7 @@ The environment says how it runs:
 
     SOFT_MODE      free, lockstep, starve or nothing, and behind colons seed and chance: starve:7:0.3
     SOFT_CHECK     0: no order checker
-    SOFT_HOOK      0: tensors are made by its own allocator, whoever stands in front of it, as on CUDA
+    SOFT_HOOK      0: its allocator is called so that nothing can stand in front of it
     SOFT_REPORT    a folder, in which every process leaves its reports when it ends
 """
 
