@@ -31,7 +31,8 @@ def steps_of(job: Job, rank: int) -> dict[str, Any]:
     soft_device.pace(job["file"], rank, job["ranks"], job["virtual"])
     try:
         groups.open()
-        executor = _runtime.Executor(job["program"], "soft", groups.axes(program), 120.0, {})
+        options = {"join_updates": False}  # each op takes its time, when it gives the device something
+        executor = _runtime.Executor(job["program"], "soft", groups.axes(program), 120.0, options)
         count = len(program.inputs()) // program.width
         batch = [tensor.to("soft") for tensor in plain_inputs(program)[:count]]
         hyper = hyper_of(program)

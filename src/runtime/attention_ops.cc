@@ -6,6 +6,9 @@
 //
 //   forward   S = scale * Q K' + mask    L = logsumexp(S)    P = exp(S - L)    O = P V
 //   backward  dV = P' dO    dS = P * (dO V' - rowsum(dO * O))    dQ = scale * dS K    dK = scale * dS' Q
+//
+// Several heads of queries may share one of keys and values (grouped-query attention): these are repeated, and their
+// gradients summed over the heads that shared them.
 #include "runtime/attention_ops.h"
 
 #include <ATen/SDPBackend.h>
@@ -39,6 +42,22 @@ at::Tensor Wide(const at::Tensor& t) {
   return t.to(t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
+// How many heads of queries share one of keys.
+int64_t SharedBy(const at::Tensor& query, const at::Tensor& key) {
+  return query.dim() < 3 || query.size(-3) == key.size(-3) ? 1 : query.size(-3) / key.size(-3);
+}
+
+at::Tensor Repeated(const at::Tensor& t, int64_t times) {
+  return times == 1 ? t : t.repeat_interleave(times, -3);
+}
+
+at::Tensor SummedHeads(const at::Tensor& grad, int64_t times, const at::Tensor& of) {
+  if (times == 1) return grad;
+  std::vector<int64_t> sizes = of.sizes().vec();
+  sizes.insert(sizes.end() - 2, times);
+  return grad.view(sizes).sum(-3);
+}
+
 double ScaleOf(const at::Tensor& query, std::optional<double> scale) {
   return scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))));
 }
@@ -69,7 +88,7 @@ at::SDPBackend FusedFor(const at::Tensor& query, const at::Tensor& key, const at
                         const std::optional<at::Tensor>& mask, std::optional<double> scale) {
   const bool square = !is_causal || query.size(-2) == key.size(-2);  // of others kernels have other corners
   if (!query.is_cuda() || query.dim() != 4 || !square || query.size(-1) % kWidthMultiple != 0 ||
-      value.size(-1) != query.size(-1) || query.size(1) != key.size(1) || query.numel() == 0 || key.numel() == 0)
+      value.size(-1) != query.size(-1) || query.numel() == 0 || key.numel() == 0)
     return at::SDPBackend::math;
   return static_cast<at::SDPBackend>(at::_fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale));
 }
@@ -89,10 +108,12 @@ std::optional<at::Tensor> MaskFor(const std::optional<at::Tensor>& mask, const a
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> Attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                             double dropout_p, bool is_causal, const std::optional<at::Tensor>& mask,
-                                             std::optional<double> scale) {
+std::tuple<at::Tensor, at::Tensor> Attention(const at::Tensor& query, const at::Tensor& one_key,
+                                             const at::Tensor& one_value, double dropout_p, bool is_causal,
+                                             const std::optional<at::Tensor>& mask, std::optional<double> scale) {
   TORCH_CHECK(dropout_p == 0, "fused attention of the CPU has no dropout");
+  const int64_t shared = SharedBy(query, one_key);
+  const at::Tensor key = Repeated(one_key, shared), value = Repeated(one_value, shared);
   const at::SDPBackend fused = FusedFor(query, key, value, is_causal, mask, scale);
   if (fused == at::SDPBackend::flash_attention) {
     const auto found = at::_scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, false, scale);
@@ -113,16 +134,19 @@ std::tuple<at::Tensor, at::Tensor> Attention(const at::Tensor& query, const at::
   return {at::matmul(Weights(scores, logsumexp), Wide(value)).to(query.scalar_type()), logsumexp};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> AttentionBackward(const at::Tensor& grad_out, const at::Tensor& query,
-                                                                 const at::Tensor& key, const at::Tensor& value,
-                                                                 const at::Tensor& out, const at::Tensor& logsumexp,
-                                                                 double dropout_p, bool is_causal,
-                                                                 const std::optional<at::Tensor>& mask,
-                                                                 std::optional<double> scale) {
-  TORCH_CHECK(dropout_p == 0, "fused attention of the CPU has no dropout");
+namespace {
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// Of as many heads of keys as of queries.
+Gradients BackwardOf(const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
+                     const at::Tensor& value, const at::Tensor& out, const at::Tensor& logsumexp, bool is_causal,
+                     const std::optional<at::Tensor>& mask, std::optional<double> scale) {
   const at::SDPBackend fused = FusedFor(query, key, value, is_causal, mask, scale);
-  if (fused != at::SDPBackend::math && fused != at::SDPBackend::overrideable && fused != at::SDPBackend::error) {
-    const at::Tensor none, unused = at::empty({2}, query.options().dtype(at::kLong));  // keys of dropout, which is 0
+  const at::Tensor none;
+  if (fused == at::SDPBackend::flash_attention || fused == at::SDPBackend::cudnn_attention ||
+      fused == at::SDPBackend::efficient_attention) {
+    const at::Tensor unused = at::empty({2}, query.options().dtype(at::kLong));  // keys of dropout, which is 0
     const at::Tensor bias = MaskFor(mask, query, key).value_or(none);
     if (fused == at::SDPBackend::flash_attention)
       return at::_scaled_dot_product_flash_attention_backward(grad_out, query, key, value, out, logsumexp, none, none,
@@ -144,9 +168,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> AttentionBackward(const at::Tenso
   const at::Tensor grad = Wide(grad_out);
   const at::Tensor along = (grad * Wide(out)).sum(-1, /*keepdim=*/true);
   const at::Tensor grad_scores = weights * (at::matmul(grad, Wide(value).transpose(-2, -1)) - along) * factor;
-  return {at::matmul(grad_scores, Wide(key)).to(query.scalar_type()),
-          at::matmul(grad_scores.transpose(-2, -1), Wide(query)).to(key.scalar_type()),
-          at::matmul(weights.transpose(-2, -1), grad).to(value.scalar_type())};
+  return {at::matmul(grad_scores, Wide(key)), at::matmul(grad_scores.transpose(-2, -1), Wide(query)),
+          at::matmul(weights.transpose(-2, -1), grad)};
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> AttentionBackward(const at::Tensor& grad_out, const at::Tensor& query,
+                                                                 const at::Tensor& key, const at::Tensor& value,
+                                                                 const at::Tensor& out, const at::Tensor& logsumexp,
+                                                                 double dropout_p, bool is_causal,
+                                                                 const std::optional<at::Tensor>& mask,
+                                                                 std::optional<double> scale) {
+  TORCH_CHECK(dropout_p == 0, "fused attention of the CPU has no dropout");
+  const int64_t shared = SharedBy(query, key);
+  const auto [grad_query, grad_key, grad_value] = BackwardOf(grad_out, query, Repeated(key, shared),
+                                                             Repeated(value, shared), out, logsumexp, is_causal, mask,
+                                                             scale);
+  return {grad_query.to(query.scalar_type()), SummedHeads(grad_key, shared, key).to(key.scalar_type()),
+          SummedHeads(grad_value, shared, value).to(value.scalar_type())};
 }
 
 // The CPU has kernels of its own, which go before these.

@@ -71,6 +71,7 @@ class DebugObserver {
 class Inspection : public NoObserver {
  public:
   static constexpr bool kServed = false;
+  static constexpr bool kOneByOne = true;
   // `lanes`: of a device, whose current stream waits for them before it looks; nullptr on CPUs.
   Inspection(const Program& program, DebugObserver& observer, bool update, LaneStreams* lanes)
       : program_(program), observer_(observer), update_(update), lanes_(lanes) {}

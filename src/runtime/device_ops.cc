@@ -40,10 +40,14 @@ SgdArgs SgdArgsOf(Numbers n, bool nesterov, bool maximize) {
           .grad_scale = n[5]};
 }
 
-template <auto kStep>
-void AdamOp(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-            Numbers numbers, bool maximize, bool decoupled) {
-  kStep(w, g, exp_avg, exp_avg_sq, AdamArgsOf(numbers, maximize, decoupled));
+using Flats = at::TensorList;
+
+void AdamAtenOp(Flats w, Flats g, Flats exp_avg, Flats exp_avg_sq, Numbers numbers, bool maximize, bool decoupled) {
+  AdamStepAten({w.vec(), g.vec(), exp_avg.vec(), exp_avg_sq.vec()}, AdamArgsOf(numbers, maximize, decoupled));
+}
+void AdamOp(Flats w, Flats g, Flats exp_avg, Flats exp_avg_sq, Numbers numbers, bool maximize, bool decoupled) {
+  const AdamArgs args = AdamArgsOf(numbers, maximize, decoupled);
+  for (size_t i = 0; i < w.size(); ++i) AdamStep(w[i], g[i], exp_avg[i], exp_avg_sq[i], args);
 }
 
 template <auto kStep>
@@ -61,20 +65,20 @@ void NormPartialOp(const at::Tensor& flat, const at::Tensor& acc) {
 
 TORCH_LIBRARY(interlace, m) {
   m.def(
-      "adam_step_(Tensor(a!) w, Tensor g, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float[] numbers, bool maximize, "
-      "bool decoupled) -> ()");
+      "adam_step_(Tensor(a!)[] w, Tensor[] g, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, float[] numbers, "
+      "bool maximize, bool decoupled) -> ()");
   m.def("sgd_step_(Tensor(a!) w, Tensor g, Tensor(b!)? momentum, float[] numbers, bool nesterov, bool maximize) -> ()");
   m.def("norm_partial_(Tensor flat, Tensor(a!) acc) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(interlace, CompositeExplicitAutograd, m) {
-  m.impl("adam_step_", &AdamOp<AdamStepAten>);
+  m.impl("adam_step_", &AdamAtenOp);
   m.impl("sgd_step_", &SgdOp<SgdStepAten>);
   m.impl("norm_partial_", &NormPartialAtenOp);
 }
 
 TORCH_LIBRARY_IMPL(interlace, CPU, m) {
-  m.impl("adam_step_", &AdamOp<AdamStep>);
+  m.impl("adam_step_", &AdamOp);
   m.impl("sgd_step_", &SgdOp<SgdStep>);
   m.impl("norm_partial_", &NormPartialOp);
 }
@@ -86,11 +90,10 @@ auto Operator(const char* name) {
 
 }  // namespace
 
-void AdamStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                      const AdamArgs& a) {
-  static const auto op = Operator<decltype(AdamOp<AdamStep>)>("interlace::adam_step_");
+void AdamStepOnDevice(const AdamFlats& flats, const AdamArgs& a) {
+  static const auto op = Operator<decltype(AdamOp)>("interlace::adam_step_");
   const double numbers[] = {a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.t, a.grad_scale};
-  op.call(w, g, exp_avg, exp_avg_sq, numbers, a.maximize, a.decoupled);
+  op.call(flats.w, flats.g, flats.exp_avg, flats.exp_avg_sq, numbers, a.maximize, a.decoupled);
 }
 
 void SgdStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& a) {

@@ -2,12 +2,17 @@
 // where the tests compare them with the loops of our own.
 #pragma once
 
+#include <vector>
+
 #include "runtime/kernels.h"
 
 namespace interlace {
 
-void AdamStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                  const AdamArgs& args);
+// Flats that one call steps, each beside its gradient and states; of one dtype.
+struct AdamFlats {
+  std::vector<at::Tensor> w, g, exp_avg, exp_avg_sq;
+};
+void AdamStepAten(const AdamFlats& flats, const AdamArgs& args);
 void SgdStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
 void RuleStepAten(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
                   double grad_scale);
@@ -15,8 +20,7 @@ void RuleStepAten(const RuleForm& form, std::span<const at::Tensor> flats, std::
 void NormPartialAten(const at::Tensor& flat, const at::Tensor& acc);
 
 // The same by the operators of device_ops.cc: a backend's own kernel, or the ATen form.
-void AdamStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                      const AdamArgs& args);
+void AdamStepOnDevice(const AdamFlats& flats, const AdamArgs& args);
 void SgdStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
 void NormPartialOnDevice(const at::Tensor& flat, const at::Tensor& acc);
 

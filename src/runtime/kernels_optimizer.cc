@@ -189,14 +189,14 @@ at::Tensor ScaledGrad(const at::Tensor& g, double scale) {
 
 }  // namespace
 
-void AdamStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                  const AdamArgs& a) {
-  const at::Tensor grad = ScaledGrad(g, a.grad_scale);
-  const at::Tensor step = at::full({}, a.t, w.options().dtype(at::kFloat));
+void AdamStepAten(const AdamFlats& flats, const AdamArgs& a) {
+  std::vector<at::Tensor> grads;
+  for (const at::Tensor& g : flats.g) grads.push_back(ScaledGrad(g, a.grad_scale));
+  const at::Tensor step = at::full({}, a.t, flats.w.front().options().dtype(at::kFloat));
   const auto run = a.decoupled ? static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adamw_::call)
                                : static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adam_::call);
-  run({w}, {grad}, {exp_avg}, {exp_avg_sq}, {}, {step}, a.lr, a.beta1, a.beta2, a.weight_decay, a.eps,
-      /*amsgrad=*/false, a.maximize, {}, {});
+  run(flats.w, grads, flats.exp_avg, flats.exp_avg_sq, {}, std::vector<at::Tensor>(flats.w.size(), step), a.lr, a.beta1,
+      a.beta2, a.weight_decay, a.eps, /*amsgrad=*/false, a.maximize, {}, {});
 }
 
 void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
@@ -206,7 +206,7 @@ void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_av
   CheckFlat(w, exp_avg, "exp_avg");
   CheckFlat(w, exp_avg_sq, "exp_avg_sq");
   if (w.numel() == 0) return;
-  if (!w.device().is_cpu()) return AdamStepOnDevice(w, g, exp_avg, exp_avg_sq, args);
+  if (!w.device().is_cpu()) return AdamStepOnDevice({{w}, {g}, {exp_avg}, {exp_avg_sq}}, args);
   const AdamConstants constants = ConstantsOf(args);
   const auto step = FormFor(w.scalar_type(), &AdamF64, &AdamF32, &AdamF16, &AdamBF16);
   TORCH_INTERNAL_ASSERT(step != nullptr, "Adam of ", c10::toString(w.scalar_type()));

@@ -42,6 +42,7 @@ struct RuntimeOptions {
   DeviceGraphs device_graphs = DeviceGraphs::kOff;
   std::function<std::unique_ptr<DeviceGraph>()> make_graph;  // for devices of which torch's registry has none
   bool captured_here = false;   // the program is of a model, not of a file: its operators are not looked at as closely
+  bool join_updates = true;     // adjacent optimizer steps are given to a device as one
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
   std::string tier;             // folder of the file tier, for what goes out of memory; empty: none
   double tier_bandwidth = 0;    // bytes per second at most, in each direction; 0: no such limit
@@ -98,6 +99,7 @@ struct Frame {
   double norm = 0, coef = 1;                                          // of the last norm.coef
   bool has_norm = false, finite = true;
   PendingUpdate pending;
+  bool one_by_one = false;  // somebody looks at what each op has done
   const RuntimeOptions* options = nullptr;
   const at::ThreadLocalState* outer = nullptr;  // thread state outside the step
   Counters counters;
@@ -167,6 +169,9 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);  // g
 // all_gather, reduce_scatter, all_to_all, broadcast, send, recv: starts
 Result<Kernel> BuildExchangeKernel(const BuildContext& context, const Op& op);
 Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op);  // norm.*, update.*
+// Of two adjacent ops of a plan: the first leaves its work to the second, if both are steps that a device can be given as
+// one. Whether it does.
+bool JoinUpdates(KernelData* before, KernelData* after);
 Result<Kernel> BuildOwnKernel(const BuildContext& context,
                               const Op& op);  // view, assign, copy, output, grad.begin, ...
 Result<Kernel> BuildMoveKernel(const BuildContext& context, const Op& op);  // offload.*, reload.*

@@ -5,6 +5,7 @@
 // (region_driver.h). KEY is the first 16 digits of the func's key. Whoever made or named them has checked them; here
 // sizes are what the program says, and nothing is looked at again.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -157,17 +158,22 @@ struct LibraryKernel final : CompiledKernel {
   }
 };
 
+constexpr size_t kMovedBytes = 1 << 20;  // more takes longer to copy than a launch or two
+
 struct DriverKernel final : CompiledKernel {
   std::shared_ptr<const Cubins> cubins;
   const CubinRegion* region = nullptr;
   std::string name;  // of the func
   Kernel body;
   bool refused = false, said = false;
+  std::vector<at::Tensor> moved;
 
   void Run(Frame& frame) {
     if (!refused) {
       Take(frame);
+      Move(frame);
       const Status launched = Launch();
+      moved.clear();
       if (launched.ok()) return Give(frame);
       Drop();
       if (!said && frame.options->say)
@@ -178,6 +184,15 @@ struct DriverKernel final : CompiledKernel {
   }
 
  private:
+  // Operands that lie where kernels cannot read them (labels without their first, of one row) to where they can.
+  void Move(const Frame& frame) {
+    for (size_t i = 0; i < operands.size(); ++i) {
+      const at::Tensor& operand = frame.slots[operands[i]];
+      if (Cubins::Aligned({pointers[i]}) || operand.nbytes() > kMovedBytes) continue;
+      moved.push_back(at::empty_strided(operand.sizes(), operand.strides(), operand.options()).copy_(operand));
+      pointers[i] = moved.back().mutable_data_ptr();
+    }
+  }
   Status Launch() {
     const Result<void*> stream = cubins->CurrentStream();
     const Status launched = stream.ok() ? cubins->Launch(*region, pointers, *stream) : Status(stream.error());

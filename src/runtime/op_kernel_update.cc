@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <memory>
+#include <utility>
 
 #include "ir/op_table.h"
 #include "ir/pending.h"
-#include "runtime/kernels.h"
+#include "runtime/allocator.h"
+#include "runtime/kernels_aten.h"
 #include "runtime/op_kernel.h"
 #include "runtime/rule_loops.h"
 #include "runtime/tier_bank.h"
@@ -61,6 +64,12 @@ at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t length) {
 
 enum class Optimizer { kAdam, kAdamW, kSgd, kRule };
 
+// Adjacent steps of a program on a device, which are given to it as one: a call of its own for each parameter takes as
+// long as the smallest of them can, and the host's time. What they step stays where it is until the last has come.
+struct JoinedSteps {
+  std::map<std::pair<int32_t, at::ScalarType>, AdamFlats> flats;  // by hyper-parameters and dtype
+};
+
 struct UpdateKernel final : KernelData {
   struct Range {
     int64_t begin, length;                   // elements of the flat operand
@@ -81,6 +90,9 @@ struct UpdateKernel final : KernelData {
   double scale = 1;
   std::shared_ptr<std::vector<Range>> ranges;  // of plans that are made anew, while a step on the host still runs
   TierBank* bank = nullptr;                    // of a step on the host
+  bool on_device = false;
+  std::shared_ptr<JoinedSteps> joined;  // with those beside it; nullptr: it is alone
+  bool first = false, last = false;     // of them
 
   at::Tensor Operand(Frame& frame, const Range& range, size_t i) const {
     if (range.sliced[i].defined()) return range.sliced[i];
@@ -102,12 +114,43 @@ struct UpdateKernel final : KernelData {
       });
       return;
     }
+    const bool join = joined && !frame.one_by_one;
+    if (join && first) joined->flats.clear();  // of a step that failed
     for (const Range& range : *ranges) {
       Operands x;
       for (size_t i = 0; i < operands.size(); ++i) x[i] = Operand(frame, range, i);
+      if (join) {
+        AdamFlats& flats = joined->flats[{range.group, x[0].scalar_type()}];
+        for (const auto& [to, from] : {std::pair(&flats.w, 0), {&flats.g, 1}, {&flats.exp_avg, 2}, {&flats.exp_avg_sq, 3}})
+          to->push_back(x[static_cast<size_t>(from)]);
+        continue;
+      }
       if (range.LoopOf(hyper[range.group]) != nullptr) ++frame.counters.looped_updates;
       Step(optimizer, range, {x.data(), operands.size()}, hyper[range.group], grad_scale);
     }
+    if (!join || !last) return;
+    const ArenaHook::Outside own;  // the places of what earlier ones stepped may be another's workspace by now
+    for (const auto& [key, flats] : joined->flats)
+      AdamStepOnDevice(flats, AdamArgsOf(optimizer, hyper[key.first], grad_scale));
+    joined->flats.clear();
+  }
+
+  // Only as they are: a scaled gradient takes as much memory again, of all of them at once.
+  bool CanJoin() const {
+    const bool adam = optimizer == Optimizer::kAdam || optimizer == Optimizer::kAdamW;
+    return on_device && adam && bank == nullptr && !clipped && !pending && scale == 1;
+  }
+
+  static AdamArgs AdamArgsOf(Optimizer optimizer, const std::vector<double>& h, double grad_scale) {
+    return {.lr = h[0],
+            .beta1 = h[1],
+            .beta2 = h[2],
+            .eps = h[3],
+            .weight_decay = h[4],
+            .t = h[5],
+            .maximize = h[6] != 0,
+            .decoupled = optimizer == Optimizer::kAdamW,
+            .grad_scale = grad_scale};
   }
 
   static void Step(Optimizer optimizer, const Range& range, std::span<const at::Tensor> x, const std::vector<double>& h,
@@ -126,16 +169,7 @@ struct UpdateKernel final : KernelData {
                       .maximize = h[6] != 0,
                       .grad_scale = grad_scale});
     } else {
-      AdamStep(x[0], x[1], x[2], x[3],
-               AdamArgs{.lr = h[0],
-                        .beta1 = h[1],
-                        .beta2 = h[2],
-                        .eps = h[3],
-                        .weight_decay = h[4],
-                        .t = h[5],
-                        .maximize = h[6] != 0,
-                        .decoupled = optimizer == Optimizer::kAdamW,
-                        .grad_scale = grad_scale});
+      AdamStep(x[0], x[1], x[2], x[3], AdamArgsOf(optimizer, h, grad_scale));
     }
   }
 };
@@ -252,6 +286,7 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     return OpError(context, op, op.name + " has the wrong number of operands");
   kernel->clipped = operands.size() == flats + 1;
   kernel->pending = IsPending(op);
+  kernel->on_device = !context.device.is_cpu() && context.options.join_updates;
   operands.resize(flats);
   kernel->operands = operands;
   kernel->scale = NumberOr(op.Attr("scale"), 1);
@@ -291,6 +326,20 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     }
   }
   return MakeKernel(std::move(kernel));
+}
+
+bool JoinUpdates(KernelData* before, KernelData* after) {
+  auto* const a = dynamic_cast<UpdateKernel*>(before);
+  auto* const b = dynamic_cast<UpdateKernel*>(after);
+  if (a == nullptr || b == nullptr || a->optimizer != b->optimizer || !a->CanJoin() || !b->CanJoin()) return false;
+  if (a->joined == nullptr) {
+    a->joined = std::make_shared<JoinedSteps>();
+    a->first = true;
+  }
+  a->last = false;
+  b->joined = a->joined;
+  b->last = true;
+  return true;
 }
 
 }  // namespace interlace

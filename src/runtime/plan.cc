@@ -127,6 +127,7 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
 
   std::optional<LanePlacer> lanes;  // no streams on CPUs
   if (!outer.device.is_cpu()) lanes.emplace(outer);
+  KernelData* before = nullptr;  // of the last instruction, as it was built
   bool gated[2] = {false, false};  // pending ops may all be left out: others have a gate of their own
   for (int32_t i = 0; i < count; ++i) {
     const Op& op = program.op(phase.ops[i]);
@@ -134,6 +135,7 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
     if (receive_buffers != nullptr) context.receive_buffer = (*receive_buffers)[i];
     context.dies_here = [&](ValueId id) { return !keep_operands && !outer.is_fixed(id) && last_use.at(id) == i; };
     INTERLACE_ASSIGN(Kernel kernel, BuildKernel(context, op));
+    KernelData* const built = kernel.data.get();
     const bool pending = IsPending(op);
     if (!gated[pending] && kernel.run != nullptr && Updates(phase, op)) {
       kernel = Wrap<GatedKernel>(std::move(kernel));
@@ -142,8 +144,10 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
     if (pending && kernel.run != nullptr) kernel = Wrap<PendingKernel>(std::move(kernel));
     if (lanes) kernel = lanes->Place(std::move(kernel), op);  // outermost: who is left out has waited all the same
     if (kernel.run != nullptr) {
+      if (!plan.instructions.empty()) plan.instructions.back().with_next = JoinUpdates(before, built);
+      before = built;
       plan.instructions.push_back(
-          {kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0, 0, 0});
+          {kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0, 0, 0, false});
       plan.data.push_back(std::move(kernel.data));
     }
     // Ops without a kernel (release, views of states) leave what dies there to the instruction before.

@@ -18,6 +18,7 @@ struct Instruction {
   int32_t index = 0;                         // of the op in its phase
   int32_t free_begin = 0, free_end = 0;      // range of Plan::frees: values whose last use this was
   int32_t expect_begin = 0, expect_end = 0;  // range of Plan::expected: what it asks the allocator for
+  bool with_next = false;                    // the next one does its work (JoinUpdates)
 };
 
 struct Plan {

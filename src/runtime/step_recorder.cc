@@ -105,6 +105,27 @@ void StepRecorder::ReadTimes() {
     sample.begin_ns = times_->At(marks_[i].begin);
     sample.end_ns = std::max(sample.begin_ns, times_->At(marks_[i].end));
   }
+  for (size_t first = 0; first < marks_.size(); ++first) {
+    size_t last = first;
+    while (marks_[last].with_next && last + 1 < marks_.size()) ++last;
+    if (last > first) ShareTimes(first, last);
+    first = last;
+  }
+}
+
+// Ops that the device was given as one: each has the part of their time that it has of their elements.
+void StepRecorder::ShareTimes(size_t first, size_t last) {
+  std::vector<double> upto = {0};
+  for (size_t i = first; i <= last; ++i) {
+    const Op& op = program_.op(record_.samples[i].op);
+    upto.push_back(upto.back() + static_cast<double>(program_.units[op.units.front()].numel));
+  }
+  const int64_t begin = record_.samples[first].begin_ns;
+  const auto time = static_cast<double>(record_.samples[last].end_ns - begin);
+  for (size_t i = first; i <= last; ++i) {
+    record_.samples[i].begin_ns = begin + static_cast<int64_t>(time * upto[i - first] / upto.back());
+    record_.samples[i].end_ns = begin + static_cast<int64_t>(time * upto[i - first + 1] / upto.back());
+  }
 }
 
 void StepRecorder::BeginPhase(const Plan& plan, const PlanVariant* variant, size_t micro_batch) {
@@ -182,6 +203,7 @@ void StepRecorder::RunOnDevice(const Instruction& at, Frame& frame, OpSample& sa
                      !IsAlongStages(std::string(AxisOf(program_, op)));
   if (alone) MeetPeers(op, frame);
   Marks marks;
+  marks.with_next = at.with_next;
   marks.begin = times_->Mark();
   const int64_t cpu = NanosOf(CLOCK_THREAD_CPUTIME_ID);
   at.run(at.data, frame);

@@ -73,7 +73,9 @@ class StepRecorder : public NoObserver {
   // On devices.
   struct Marks {
     int32_t begin = 0, end = 0;
+    bool with_next = false;
   };
+  void ShareTimes(size_t first, size_t last);
   std::optional<DeviceTimes> times_;
   std::shared_ptr<LaneStreams> lanes_;
   c10::Device device_{c10::kCPU};

@@ -30,6 +30,7 @@ namespace interlace {
 struct NoObserver {
   static constexpr bool kServed = true;   // the arena may serve what kernels ask for
   static constexpr bool kGraphs = false;  // runs phases itself: RunPhase(runner, plan)
+  static constexpr bool kOneByOne = false;  // each op has done its work when it has run
   void BeginPhase(const Plan&, const PlanVariant* /*of the arena, or nullptr*/, size_t /*micro_batch*/) {}
   bool Skips(const Instruction&) const { return false; }
   Status Before(const Instruction&) { return Ok{}; }
@@ -131,6 +132,7 @@ template <typename Observer>
 Status StepRunner::RunPhase(const Plan& plan, Observer& observer) {
   const Instruction* at = plan.instructions.data();
   const Instruction* const end = at + plan.instructions.size();
+  frame.one_by_one = Observer::kOneByOne;
   try {
     for (; at != end; ++at) {
       if (observer.Skips(*at)) continue;

@@ -13,12 +13,13 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("heads", [4, 2, 1])  # of keys and values, for four of queries
 @pytest.mark.parametrize("causal, masked, scale", [(False, False, None), (True, False, None), (False, True, 0.3)])
 def test_results_and_gradients_are_those_of_the_cpu(
-    dtype: torch.dtype, causal: bool, masked: bool, scale: float | None
+    dtype: torch.dtype, causal: bool, masked: bool, scale: float | None, heads: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(2, 4, 24, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4))
+    q, k, v, grad = (torch.randn(2, n, 24, 16, generator=generator, dtype=torch.float64).to(dtype) for n in (4, heads, heads, 4))
     mask = torch.randn(2, 1, 24, 24, generator=generator).to(dtype) if masked else None
     if mask is not None:
         mask[0, 0, :, 3] = -math.inf

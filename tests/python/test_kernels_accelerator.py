@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from interlace._runtime import testing
+from torch import nn
 
+import interlace
 from interlace import _runtime
 
 pytestmark = [
@@ -33,6 +37,38 @@ def test_adam(dtype: torch.dtype, decoupled: bool) -> None:
     testing.adam_step(*copies, **options)
     for ours, theirs in zip(tensors, copies, strict=True):
         torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [None, 1e3])
+def test_adjacent_steps_are_given_to_the_device_as_one(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one group and dtype, and with the same bits; each has its part of the time. Scaled gradients are stepped one by one."""
+    executor = _runtime.Executor
+
+    def trained(join: bool) -> tuple[list[torch.Tensor], int, list[float]]:
+        monkeypatch.setattr(_runtime, "Executor", lambda *a: executor(*a[:4], {**a[4], "join_updates": join}, *a[5:]))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8)).to(device())
+        wide = [p for p in model.parameters() if p.dim() > 1]
+        flat = [p for p in model.parameters() if p.dim() == 1]
+        optimizer = torch.optim.AdamW([{"params": wide, "weight_decay": 0.1}, {"params": flat, "lr": 0.01}], lr=0.02)
+        batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(device())
+        config = interlace.Config(clip_norm=clip, profile="off", device_graphs=False)
+        with interlace.compile(model, optimizer, lambda m, x: m(x).square().mean(), batch, config) as trainer:
+            trainer.step(batch)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                trainer.step(batch)
+            calls = sum(event.name == "interlace::adam_step_" for event in profile.events())
+            trainer._run.executor.set_trace("on")
+            trainer.step(batch)
+            slices = json.loads(trainer._run.executor.trace("chrome"))["traceEvents"]
+            seconds = [e["dur"] for e in slices if e["ph"] == "X" and e["name"].startswith("update.adamw")]
+            return [t.cpu().clone() for t in trainer.state_dict().values()], calls, seconds
+
+    weights, calls, seconds = trained(True)
+    others, each, _ = trained(False)
+    assert (calls, each) == (6 if clip else 2, 6)
+    assert len(seconds) == 6 and all(s > 0 for s in seconds)
+    assert all(map(torch.equal, weights, others))
 
 
 @pytest.mark.parametrize("t", [1.0, 2.0])

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this process 
 STREAM = 77
 
 
-def made_up(**changed: Any) -> tuple[cuda.Region, dict[str, Any]]:
+def made_up(text: str = GATED, **changed: Any) -> tuple[cuda.Region, dict[str, Any]]:
     """A region of two kernels, and its func; its cubins are of nobody."""
-    func = funcs(GATED)[0]  # two operands, two results
+    func = funcs(text)[0]  # two operands, two results
     first = cuda.Kernel("first", [3, 2, 1], 4, 0, 32, 0, ["p0+0", "p4+64", "i32:48", "i64:5000000000", "i8:7", "null"], b"\x7fELF one")
     image = b"\x7fELF two" + repr(changed).encode()  # another one for another manifest
     second = cuda.Kernel("second", [1, 1, 1], 8, 1024, 32, 0, ["p1+16", "p2+0", "p3+0", "p4+0", "i1:1", "null", "null"], image)

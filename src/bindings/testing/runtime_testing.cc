@@ -74,8 +74,8 @@ void BindTesting(py::module_& module) {
       [](const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, double lr,
          double beta1, double beta2, double eps, double weight_decay, double t, bool maximize, bool decoupled,
          double grad_scale, bool aten) {
-        (aten ? AdamStepAten : AdamStep)(w, g, exp_avg, exp_avg_sq,
-                                         {lr, beta1, beta2, eps, weight_decay, t, maximize, decoupled, grad_scale});
+        const AdamArgs args{lr, beta1, beta2, eps, weight_decay, t, maximize, decoupled, grad_scale};
+        aten ? AdamStepAten({{w}, {g}, {exp_avg}, {exp_avg_sq}}, args) : AdamStep(w, g, exp_avg, exp_avg_sq, args);
       },
       py::arg("w"), py::arg("g"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("lr") = 1e-3,
       py::arg("beta1") = 0.9, py::arg("beta2") = 0.999, py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0,
