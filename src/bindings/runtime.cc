@@ -320,5 +320,6 @@ PYBIND11_MODULE(_runtime, m) {
   BindTrace(m, executor);
   BindMeasure(m);
   BindEncryption(m);
+  BindLooks(m);
   if (BindTesting != nullptr) BindTesting(m);
 }

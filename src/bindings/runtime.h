@@ -45,6 +45,8 @@ void BindMeasure(pybind11::module_& m);
 [[gnu::weak]] void BindTesting(pybind11::module_& m);
 // States written beside the steps (runtime_snapshot.cc).
 void BindSnapshot(pybind11::module_& m, pybind11::class_<Executor>& executor);
+// What is looked at before every step (runtime_looks.cc).
+void BindLooks(pybind11::module_& m);
 // The cipher of the transport, for other ways (runtime_encryption.cc).
 void BindEncryption(pybind11::module_& m);
 // What was recorded of a step (runtime_trace.cc).

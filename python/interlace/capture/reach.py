@@ -143,7 +143,7 @@ class Reach:
         for i, table in enumerate(hooks_of_all()):
             self._hold(table, functools.partial(_item, f"'global_{i}_hooks' of torch.nn"), "value", None)
         parameters = dict(model.named_parameters())
-        self._look(None, functools.partial(_hooks_of, list(parameters.values())), "the hooks of a parameter", None, lambda value: None)
+        self._look(None, _hooks_of(list(parameters.values())), "the hooks of a parameter", None, lambda value: None)
 
     def _module(self, module: nn.Module, where: str) -> None:
         path = self._paths.get(id(module))
@@ -330,11 +330,20 @@ def hooks_of_all() -> list[dict]:
     return [table for name, table in vars(nn_module).items() if name.startswith("_global_") and isinstance(table, dict)]
 
 
-def _hooks_of(parameters: list[nn.Parameter]) -> tuple:
+def _hooks_of(parameters: list[nn.Parameter]) -> Callable[[], tuple]:
     """What register_hook and register_post_accumulate_grad_hook were given, but for the trainer's own."""
-    with torch._C.DisableTorchFunctionSubclass():  # which those whose values are in a trainer are
-        tables = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
-    return tuple(hook for hooks in tables for hook in hooks.values() if not getattr(hook, OWN_HOOK, False))
+    from interlace import _runtime
+
+    last: tuple[list, tuple] = [], ()
+
+    def look() -> tuple:
+        nonlocal last
+        hooks = _runtime.hooks(parameters)
+        if hooks != last[0]:
+            last = hooks, tuple(hook for hook in hooks if not getattr(hook, OWN_HOOK, False))
+        return last[1]
+
+    return look
 
 
 def _tensor(x: Tensor) -> tuple:

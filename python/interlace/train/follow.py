@@ -93,6 +93,8 @@ class Follow:
         self._turns: Counter[str] = Counter()  # programs captured for other ways, by the place that tells them apart
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
         self._memory: tuple[Any, list[tuple[ModelTensor, int]]] = None, []  # a program, and where the model's tensors are
+        self._reals: list[Tensor] = []  # these tensors,
+        self._marks = b""  # and theirs
         self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
         self._inputs: set[Path] = set()  # floats of a micro-batch that are inputs of the program
         self._forms = 0  # that were captured
@@ -186,10 +188,15 @@ class Follow:
 
     def _take_assigned(self) -> None:
         """Parameters and buffers that were given other memory (`p.data = t`): their values go into the program's."""
+        from interlace import _runtime
+
         run = self.run
         if self._memory[0] is not run.ir:
             found = [(t, self._storage(t)) for t in collect(self.captures.model)]
             self._memory = run.ir, [(t, s.data_ptr()) for t, s in found if s is not None and s.device == t.real.device]
+            self._reals, self._marks = [t.real for t, _ in self._memory[1]], b""
+        if _runtime.marks(self._reals) == self._marks:
+            return
         for i, (t, pointer) in enumerate(self._memory[1]):
             if t.real.data_ptr() == pointer:
                 continue
@@ -201,6 +208,7 @@ class Follow:
                 storage.copy_(t.real.detach())
                 point_at(t.real, storage)
             self._memory[1][i] = t, storage.data_ptr()
+        self._marks = _runtime.marks(self._reals)
 
     def _storage(self, t: ModelTensor) -> Tensor | None:
         """What the program keeps a tensor of the model in, whole."""

@@ -29,14 +29,23 @@ class Frozen:
 
     def __init__(self, run: Run, captures: Captures, planner: Planner, evaluation: Evaluation) -> None:
         self.run, self.captures, self.planner, self.evaluation = run, captures, planner, evaluation
+        from interlace import _runtime
+
         self._parameters = list(captures.model.named_parameters())
-        self._flags = [p.requires_grad for _, p in self._parameters]
+        self._tensors = [p for _, p in self._parameters]
+        self._flags, self._marks = [p.requires_grad for p in self._tensors], _runtime.marks(self._tensors)
         self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
     def follow(self, batch: Any) -> None:
         """Between steps: compiles again when a parameter's requires_grad has changed; all ranks must have changed the same."""
-        flags = [p.requires_grad for _, p in self._parameters]
+        from interlace import _runtime
+
+        marks = _runtime.marks(self._tensors)
+        if marks == self._marks:
+            return
+        flags = [p.requires_grad for p in self._tensors]
         if flags == self._flags:
+            self._marks = marks
             return
         changed = {
             name: "trainable" if now else "frozen"
