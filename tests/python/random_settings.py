@@ -95,7 +95,7 @@ def whole_batch(setting: dict[str, Any], size: int, step: int) -> dict[str, torc
     other = setting["form"] if step % 5 in (2, 3) else ""
     batch = tensor_models.batch_of(step, 0, 2 * rows if other == "rows" else rows, setting["model"])
     if other == "length":
-        batch |= {name: x[:, :-2] for name, x in batch.items() if name != "pixel_values" and x.dim() > 1}
+        batch |= {name: x[:, :-2].contiguous() for name, x in batch.items() if name != "pixel_values" and x.dim() > 1}
     return batch
 
 
