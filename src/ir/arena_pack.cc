@@ -116,7 +116,7 @@ std::vector<Order> Orders(const std::vector<ArenaBlock>& blocks, int32_t live_at
   const auto at_peak = [&](int32_t id) { return First(blocks[id]) <= live_at && live_at <= Last(blocks[id]); };
   Order base(blocks.size());
   std::iota(base.begin(), base.end(), 0);
-  std::vector<Order> orders(4, base);
+  std::vector<Order> orders(6, base);
   // Long lives at the bottom: saved for the backward part first, as they nest, then what comes and goes between them.
   std::sort(orders[0].begin(), orders[0].end(), [&](int32_t a, int32_t b) {
     return life(a) != life(b)                   ? life(a) > life(b)
@@ -140,6 +140,15 @@ std::vector<Order> Orders(const std::vector<ArenaBlock>& blocks, int32_t live_at
   std::sort(orders[3].begin(), orders[3].end(), [&](int32_t a, int32_t b) {
     const auto area = [&](int32_t id) { return static_cast<__int128>(blocks[id].bytes) * life(id); };
     return area(a) != area(b) ? area(a) > area(b) : a < b;
+  });
+  // As they come; and what stays longest at the bottom: gradients that pile up where saved activations go.
+  const auto first = [&](int32_t id) { return blocks[id].spans.front().first; };
+  const auto last = [&](int32_t id) { return blocks[id].spans.back().last; };
+  std::sort(orders[4].begin(), orders[4].end(), [&](int32_t a, int32_t b) {
+    return first(a) != first(b) ? first(a) < first(b) : last(a) != last(b) ? last(a) > last(b) : a < b;
+  });
+  std::sort(orders[5].begin(), orders[5].end(), [&](int32_t a, int32_t b) {
+    return last(a) != last(b) ? last(a) > last(b) : first(a) != first(b) ? first(a) > first(b) : a < b;
   });
   return orders;
 }
@@ -181,22 +190,26 @@ ArenaPacking PackArena(const std::vector<ArenaBlock>& blocks) {
     for (size_t i = 0; i < blocks.size(); ++i) best.top = std::max(best.top, offsets[i] + blocks[i].bytes);
   };
   const auto good = [&] { return best.top - best.live <= best.live / 1000; };  // 0.1 %
-  Order order;
-  for (Order& candidate : Orders(blocks, best.live_at)) {
-    if (PlaceAll(blocks, candidate, best.top, offsets, work) != kNobody) continue;
+  std::vector<Order> orders = Orders(blocks, best.live_at);
+  size_t leads = 0;
+  for (size_t i = 0; i < orders.size(); ++i) {
+    if (PlaceAll(blocks, orders[i], best.top, offsets, work) != kNobody) continue;
     keep();
     if (good()) return best;
-    order = std::move(candidate);
+    leads = i;
   }
-  // What sticks out goes first next time.
-  for (int round = 0; round < 150 && work < kWork && !good(); ++round) {
-    int32_t out = PlaceAll(blocks, order, best.top, offsets, work);
-    if (out == kNobody) {
-      keep();
-      continue;
+  // What sticks out goes first next time; from the best order, then from the others.
+  std::swap(orders[0], orders[leads]);
+  for (Order& order : orders) {
+    for (int round = 0; round < 150 && work < kWork && !good(); ++round) {
+      const int32_t out = PlaceAll(blocks, order, best.top, offsets, work);
+      if (out == kNobody) {
+        keep();
+        continue;
+      }
+      const auto place = std::find(order.begin(), order.end(), out);
+      std::rotate(order.begin(), place, place + 1);
     }
-    const auto place = std::find(order.begin(), order.end(), out);
-    std::rotate(order.begin(), place, place + 1);
   }
   return best;
 }

@@ -42,6 +42,7 @@ INSTANTIATE_TEST_SUITE_P(
             "mlp.schedule.il",
             "canonicalize,shard(ranks=2),update,schedule(keep=u2,forward=u0+u1:1;u4:head,backward=u2,reduce=u2+u0:1)"},
         Golden{"mlp.overlap_update.il", "canonicalize,shard(ranks=2),update,overlap_update"},
+        Golden{"mlp.transient_gradients.il", "canonicalize,shard(ranks=1),update(clip=1.0),transient_gradients"},
         Golden{"mlp.reposition_update.il", "canonicalize,zero1(ranks=2),update(clip=1.0),reposition_update"},
         Golden{"mlp.offload.il", "canonicalize,shard(ranks=2),update,overlap_update,offload(limit=1600)"},
         Golden{"mlp.offload_deepcompile.il",

@@ -182,6 +182,10 @@ std::span<const PassInfo> PassTable() {
           "the optimizer step of a unit runs when its gradient is complete, not after the last micro-batch (without "
           "clipping)",
           {}),
+      Row("transient_gradients", TransientGradients, Takes::kUnits, Pending::kKept,
+          "gradients that one op makes and the optimizer step takes in the same step lie where activations lay, not in "
+          "states (one micro-batch, one rank)",
+          {}),
       Row("reposition_update", RepositionUpdate, Takes::kAny, Pending::kKept,
           "the optimizer step of a unit runs in the next step, just before the unit is first needed there (Mist)",
           {Count("ahead", "1", 0, "zero1: first uses between the start of a gather and its wait"),

@@ -37,6 +37,7 @@ Result<bool> Prefetch(Program& program, const PassOptions& options = {});
 Result<bool> Unshard(Program& program, const PassOptions& options = {});
 Result<bool> Reorder(Program& program, const PassOptions& options = {});
 Result<bool> OverlapUpdate(Program& program, const PassOptions& options = {});
+Result<bool> TransientGradients(Program& program, const PassOptions& options = {});
 Result<bool> RepositionUpdate(Program& program, const PassOptions& options = {});
 
 // To compare offload with.

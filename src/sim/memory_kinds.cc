@@ -63,6 +63,7 @@ std::vector<MemoryKind> KindsOfRoots(const Lowered& lowered) {
       for (ValueId result : op.results) {
         if (result != kNone) kinds[result] = KindOfResult(op);
       }
+      if (IsUpdate(op) && op.args.size() > 1) kinds[program.RootOf(op.args[1].value)] = MemoryKind::kGradients;
       if (op.kind == OpKind::kGrad && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
         kinds[program.RootOf(op.args[1].value)] = MemoryKind::kGradients;
       }
@@ -74,7 +75,9 @@ std::vector<MemoryKind> KindsOfRoots(const Lowered& lowered) {
     const Phase& from = *lowered.phases[run[(i - 1) % run.size()]];
     const Phase& to = *lowered.phases[run[i % run.size()]];
     for (size_t t = 0; t < std::min(from.gives.size(), to.takes.size()); ++t) {
-      if (program.RootOf(to.takes[t]) == to.takes[t]) kinds[to.takes[t]] = kinds[program.RootOf(from.gives[t])];
+      if (program.RootOf(to.takes[t]) != to.takes[t]) continue;
+      MemoryKind &taken = kinds[to.takes[t]], &given = kinds[program.RootOf(from.gives[t])];
+      taken == MemoryKind::kGradients ? given = taken : taken = given;
     }
   }
   return kinds;

@@ -47,7 +47,7 @@ def test_same_bits_and_nothing_outside(case: str) -> None:
     facts = with_arena["arena"]
     assert facts["on"] and facts["settled"], facts
     assert facts["top_bytes"] == facts["planned_bytes"]
-    assert facts["fragmentation"] < 0.01
+    assert facts["fragmentation"] < 0.03  # of 130 KB; bench/arena.py has models of size
     if case == "mixtral":  # how many tokens an expert gets depends on data, and so do the sizes inside
         assert all("_grouped_mm" in request["op"] for request in facts["unforeseen"])
         return

@@ -101,8 +101,12 @@ class Planner:
             self.profile = found[0]["profile"] or self.profile
             return Source(text, found[0]["reports"], constants, captured=captured)
 
+        # Other passes know gradients as states.
+        last = ["transient_gradients"] if self.config.passes is None and self.ranks == self.config.accumulation == 1 else []
+
         def made(within: int | None) -> Made:
-            return self.programs.run_passes(captured, pipeline(",".join(self.filled([standard], limit)), self.filled(passes, within)))
+            late = [*self.filled(passes, within), *last]
+            return self.programs.run_passes(captured, pipeline(",".join(self.filled([standard], limit)), late))
 
         most = self._limit(limit)
         if most is not None and any("{limit}" in text for text in passes):
