@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerator_worker import METHODS, SIZES
+from accelerator_worker import METHODS, OURS, SIZES
 from common import write_json
 from network import free_port
 
@@ -30,7 +30,6 @@ HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 # They compile on CPUs otherwise.
 ON_THE_DEVICE = ("test_trainer_bits", "test_parity", "test_hybrid", "test_offload", "test_swap", "test_checkpoint")
-OURS = ("interlace", "interlace, graphs", "interlace, regions")
 LIMIT_S = 1200.0  # of one way to train
 CLOSE = 0.02  # losses of bfloat16, relative
 
@@ -106,6 +105,14 @@ def ours_in_words(facts: dict[str, Any]) -> list[str]:
     graphs = facts["graphs"]
     if graphs["replays"] or graphs["why_not"]:
         lines.append(f"- device graphs: {graphs['graphs']}, run {graphs['replays']} times {graphs['why_not']}".rstrip())
+    forecast, arena = facts["forecast"], facts["arena"]
+    predicted, measured = forecast["predicted_ms"], forecast["measured_ms"]
+    error = 100 * (predicted / measured - 1)
+    lines.append(f"- on a profile taken there: predicted {predicted:.2f} ms, measured {measured:.2f} ({error:+.1f} %)")
+    lines.append(
+        f"- memory predicted {forecast['predicted_bytes']:,} bytes; the step planned {arena['planned_bytes']:,}, has its top at "
+        f"{arena['top_bytes']:,} and {arena['outside_peak_bytes']:,} outside {arena['why_not']}".rstrip()
+    )
     for plan in facts["plans"]:
         text = f"- plan at step {plan['step']} ({plan['reason']})"
         if plan["predicted_us"] and plan["measured_us"]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +21,18 @@ from cases import blocks_of, causal_loss, llama, token_batch
 from common import quartiles
 
 import interlace
+from interlace import _core
 from interlace.config.schedule import AUTO_STEP
+from interlace.cost.machine import Machine
+from interlace.cost.measure import StepTimes
+from interlace.cost.measurements import from_rows
 
 SIZES = {
     "0.5g": {"hidden": 2048, "layers": 8, "heads": 16, "inter": 5504, "vocab": 32000, "tokens": 2048},
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64},
 }
-METHODS = ("eager", "torch.compile", "ddp", "fsdp2", "interlace", "interlace, graphs", "interlace, regions")
+OURS = ("interlace", "interlace, graphs", "interlace, regions", "interlace, regions, graphs")
+METHODS = ("eager", "torch.compile", "ddp", "fsdp2", *OURS)
 LOSSES = 4  # of the first steps are compared between methods
 SETTLE = 80  # steps at most until our schedule has done what it will
 Facts = dict[str, Any]
@@ -76,6 +83,28 @@ def allocator_peak(device: torch.device) -> int | None:
         return None
 
 
+def forecast(trainer: Any, batch: dict[str, torch.Tensor], rounds: int) -> Facts:
+    """Milliseconds of a step by the simulator, on a profile that is taken as `interlace profile` does, and of the steps between."""
+    machine = Machine.here(trainer.world_size, torch.get_num_threads(), device=batch["input_ids"].device)
+    executor, peers = trainer._run.executor, trainer._run.peers
+    times, seconds = StepTimes(trainer.world_size, machine.threads, machine.cores, on_device=True), []
+    for number in range(rounds):
+        executor.set_trace("serial")
+        trainer.step(batch)
+        times.add(executor.record(), partial(peers.exchange, f"serial step {number}"))
+        executor.set_trace("off")
+        trainer.step(batch)
+        torch.accelerator.synchronize()
+        seconds += timed(lambda: trainer.step(batch), 3)
+    profile = from_rows(machine.fingerprint, times.rows()).text()
+    program = _core.Program.parse(trainer.program, "program")
+    simulation = _core.Simulation(program, trainer._loop.planner.cluster_text(), profile=profile)
+    return {
+        "predicted_ms": simulation.step_us / 1e3, "measured_ms": statistics.median(seconds) * 1e3,
+        "predicted_bytes": simulation.taken_bytes, "planned_bytes": trainer.stats()["arena"]["planned_bytes"],
+    }  # fmt: skip
+
+
 def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int) -> Facts:
     rank = int(os.environ.get("RANK", "0"))
     batch = {name: tensor.to(device) for name, tensor in token_batch(size, rank=rank).items()}
@@ -85,8 +114,8 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
         model = llama(size, torch.bfloat16).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
         begin = time.perf_counter()
-        regions = method.endswith("regions")
-        config = interlace.Config(device_graphs=method.endswith("graphs"), regions="on" if regions else "off", regions_wait=regions)
+        regions = "regions" in method
+        config = interlace.Config(device_graphs="graphs" in method, regions="on" if regions else "off", regions_wait=regions)
         trainer = interlace.compile(model, optimizer, causal_loss, batch, config)
         facts["compile_s"] = time.perf_counter() - begin
         ours = trainer
@@ -100,11 +129,15 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
         while trainer.steps < SETTLE and not (trainer.steps > AUTO_STEP + 2 and trainer.settled):
             trainer.step(batch)
         facts["steps_to_settle"] = trainer.steps
+    facts["first_peak_bytes"] = allocator_peak(device)
+    torch.accelerator.reset_peak_memory_stats(device)
     low, middle, high = quartiles(timed(step, rounds))
     facts |= {"q1_ms": low * 1e3, "median_ms": middle * 1e3, "q3_ms": high * 1e3, "peak_bytes": allocator_peak(device)}
     if trainer is not None:
         stats = trainer.stats()
         facts |= {"trainer_peak_bytes": stats["peak_bytes"], "graphs": stats["graphs"], "regions": stats["regions"]}
+        facts["arena"] = {key: value for key, value in stats["arena"].items() if key not in ("kept", "unforeseen")}
+        facts["forecast"] = forecast(trainer, batch, 5)
         facts["plans"] = [
             {key: plan.get(key) for key in ("step", "reason", "predicted_us", "measured_us", "predicted_bytes", "measured_bytes")}
             for plan in trainer.plans
