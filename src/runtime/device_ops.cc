@@ -42,10 +42,13 @@ SgdArgs SgdArgsOf(Numbers n, bool nesterov, bool maximize) {
 
 using Flats = at::TensorList;
 
-void AdamAtenOp(Flats w, Flats g, Flats exp_avg, Flats exp_avg_sq, Numbers numbers, bool maximize, bool decoupled) {
-  AdamStepAten({w.vec(), g.vec(), exp_avg.vec(), exp_avg_sq.vec()}, AdamArgsOf(numbers, maximize, decoupled));
+void AdamAtenOp(Flats w, Flats g, Flats exp_avg, Flats exp_avg_sq, Numbers numbers, bool maximize, bool decoupled,
+                bool consume) {
+  const AdamArgs args = AdamArgsOf(numbers, maximize, decoupled);
+  AdamStepAten({w.vec(), g.vec(), exp_avg.vec(), exp_avg_sq.vec()}, args, consume);
 }
-void AdamOp(Flats w, Flats g, Flats exp_avg, Flats exp_avg_sq, Numbers numbers, bool maximize, bool decoupled) {
+void AdamOp(Flats w, Flats g, Flats exp_avg, Flats exp_avg_sq, Numbers numbers, bool maximize, bool decoupled,
+            bool /*consume*/) {
   const AdamArgs args = AdamArgsOf(numbers, maximize, decoupled);
   for (size_t i = 0; i < w.size(); ++i) AdamStep(w[i], g[i], exp_avg[i], exp_avg_sq[i], args);
 }
@@ -65,8 +68,8 @@ void NormPartialOp(const at::Tensor& flat, const at::Tensor& acc) {
 
 TORCH_LIBRARY(interlace, m) {
   m.def(
-      "adam_step_(Tensor(a!)[] w, Tensor[] g, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, float[] numbers, "
-      "bool maximize, bool decoupled) -> ()");
+      "adam_step_(Tensor(a!)[] w, Tensor(b!)[] g, Tensor(c!)[] exp_avg, Tensor(d!)[] exp_avg_sq, float[] numbers, "
+      "bool maximize, bool decoupled, bool consume) -> ()");
   m.def("sgd_step_(Tensor(a!) w, Tensor g, Tensor(b!)? momentum, float[] numbers, bool nesterov, bool maximize) -> ()");
   m.def("norm_partial_(Tensor flat, Tensor(a!) acc) -> ()");
 }
@@ -90,10 +93,10 @@ auto Operator(const char* name) {
 
 }  // namespace
 
-void AdamStepOnDevice(const AdamFlats& flats, const AdamArgs& a) {
+void AdamStepOnDevice(const AdamFlats& flats, const AdamArgs& a, bool consume) {
   static const auto op = Operator<decltype(AdamOp)>("interlace::adam_step_");
   const double numbers[] = {a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.t, a.grad_scale};
-  op.call(flats.w, flats.g, flats.exp_avg, flats.exp_avg_sq, numbers, a.maximize, a.decoupled);
+  op.call(flats.w, flats.g, flats.exp_avg, flats.exp_avg_sq, numbers, a.maximize, a.decoupled, consume);
 }
 
 void SgdStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& a) {

@@ -12,7 +12,8 @@ namespace interlace {
 struct AdamFlats {
   std::vector<at::Tensor> w, g, exp_avg, exp_avg_sq;
 };
-void AdamStepAten(const AdamFlats& flats, const AdamArgs& args);
+// `consume`: nobody reads the gradients any more, so they are scaled where they lie.
+void AdamStepAten(const AdamFlats& flats, const AdamArgs& args, bool consume);
 void SgdStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
 void RuleStepAten(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
                   double grad_scale);
@@ -20,7 +21,7 @@ void RuleStepAten(const RuleForm& form, std::span<const at::Tensor> flats, std::
 void NormPartialAten(const at::Tensor& flat, const at::Tensor& acc);
 
 // The same by the operators of device_ops.cc: a backend's own kernel, or the ATen form.
-void AdamStepOnDevice(const AdamFlats& flats, const AdamArgs& args);
+void AdamStepOnDevice(const AdamFlats& flats, const AdamArgs& args, bool consume);
 void SgdStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
 void NormPartialOnDevice(const at::Tensor& flat, const at::Tensor& acc);
 

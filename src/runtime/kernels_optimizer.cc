@@ -3,6 +3,7 @@
 // multiply-adds; so the bits do not depend on the machine, and differ from torch's own (which contracts) by rounding
 // only.
 #include <ATen/Parallel.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
@@ -189,9 +190,13 @@ at::Tensor ScaledGrad(const at::Tensor& g, double scale) {
 
 }  // namespace
 
-void AdamStepAten(const AdamFlats& flats, const AdamArgs& a) {
-  std::vector<at::Tensor> grads;
-  for (const at::Tensor& g : flats.g) grads.push_back(ScaledGrad(g, a.grad_scale));
+void AdamStepAten(const AdamFlats& flats, const AdamArgs& a, bool consume) {
+  std::vector<at::Tensor> grads = flats.g;
+  if (consume && a.grad_scale != 1.0) {
+    at::_foreach_mul_(grads, a.grad_scale);
+  } else {
+    for (at::Tensor& g : grads) g = ScaledGrad(g, a.grad_scale);
+  }
   const at::Tensor step = at::full({}, a.t, flats.w.front().options().dtype(at::kFloat));
   const auto run = a.decoupled ? static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adamw_::call)
                                : static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adam_::call);
@@ -206,7 +211,7 @@ void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_av
   CheckFlat(w, exp_avg, "exp_avg");
   CheckFlat(w, exp_avg_sq, "exp_avg_sq");
   if (w.numel() == 0) return;
-  if (!w.device().is_cpu()) return AdamStepOnDevice({{w}, {g}, {exp_avg}, {exp_avg_sq}}, args);
+  if (!w.device().is_cpu()) return AdamStepOnDevice({{w}, {g}, {exp_avg}, {exp_avg_sq}}, args, false);
   const AdamConstants constants = ConstantsOf(args);
   const auto step = FormFor(w.scalar_type(), &AdamF64, &AdamF32, &AdamF16, &AdamBF16);
   TORCH_INTERNAL_ASSERT(step != nullptr, "Adam of ", c10::toString(w.scalar_type()));

@@ -65,7 +65,8 @@ at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t length) {
 enum class Optimizer { kAdam, kAdamW, kSgd, kRule };
 
 // Adjacent steps of a program on a device, which are given to it as one: a call of its own for each parameter takes as
-// long as the smallest of them can, and the host's time. What they step stays where it is until the last has come.
+// long as the smallest of them can, and the host's time. What they step stays where it is until the last has come;
+// gradients are nobody's afterwards.
 struct JoinedSteps {
   std::map<std::pair<int32_t, at::ScalarType>, AdamFlats> flats;  // by hyper-parameters and dtype
 };
@@ -131,14 +132,13 @@ struct UpdateKernel final : KernelData {
     if (!join || !last) return;
     const ArenaHook::Outside own;  // the places of what earlier ones stepped may be another's workspace by now
     for (const auto& [key, flats] : joined->flats)
-      AdamStepOnDevice(flats, AdamArgsOf(optimizer, hyper[key.first], grad_scale));
+      AdamStepOnDevice(flats, AdamArgsOf(optimizer, hyper[key.first], grad_scale), /*consume=*/true);
     joined->flats.clear();
   }
 
-  // Only as they are: a scaled gradient takes as much memory again, of all of them at once.
   bool CanJoin() const {
     const bool adam = optimizer == Optimizer::kAdam || optimizer == Optimizer::kAdamW;
-    return on_device && adam && bank == nullptr && !clipped && !pending && scale == 1;
+    return on_device && adam && bank == nullptr && !pending;
   }
 
   static AdamArgs AdamArgsOf(Optimizer optimizer, const std::vector<double>& h, double grad_scale) {

@@ -149,7 +149,7 @@ def ours(setting: dict[str, Any], size: int, folder: str) -> parity.Run:
             run.trainer.close()
             other = {k: v for k, v in config.items() if k in ("accumulation", "clip_norm", "mesh")}
             run = Ours(setting, size, other | {"strategy": "shard"})
-            if step > between.get("freeze", STEPS):
+            if step >= between.get("freeze", STEPS):
                 frozen(run.model).requires_grad_(False)
             run.trainer.load(folder)
         losses.append(parity.mean_over_ranks(run.trainer.step(run.batch(step))))

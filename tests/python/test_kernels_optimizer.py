@@ -191,9 +191,12 @@ def test_the_device_form_follows_the_loops() -> None:
         tensors[3].abs_()
         copies = [x.clone() for x in tensors]
         testing.adam_step(*tensors, **options)
+        consumed = [x.clone() for x in copies]
         testing.adam_step(*copies, aten=True, **options)
-        for ours, device in zip(tensors, copies, strict=True):
+        testing.adam_step(*consumed, aten=True, consume=True, **options)
+        for i, (ours, device, other) in enumerate(zip(tensors, copies, consumed, strict=True)):
             torch.testing.assert_close(ours, device, rtol=1e-13, atol=1e-14)
+            assert torch.equal(other, device * 0.5 if i == 1 else device)  # a gradient that nobody reads any more
     for case in SGD_CASES:
         for t in (1.0, 2.0):
             tensors = [flat(1000, torch.float64, seed) for seed in range(3 if "momentum" in case else 2)]

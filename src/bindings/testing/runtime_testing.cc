@@ -73,14 +73,14 @@ void BindTesting(py::module_& module) {
       "adam_step",
       [](const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, double lr,
          double beta1, double beta2, double eps, double weight_decay, double t, bool maximize, bool decoupled,
-         double grad_scale, bool aten) {
+         double grad_scale, bool aten, bool consume) {
         const AdamArgs args{lr, beta1, beta2, eps, weight_decay, t, maximize, decoupled, grad_scale};
-        aten ? AdamStepAten({{w}, {g}, {exp_avg}, {exp_avg_sq}}, args) : AdamStep(w, g, exp_avg, exp_avg_sq, args);
+        aten ? AdamStepAten({{w}, {g}, {exp_avg}, {exp_avg_sq}}, args, consume) : AdamStep(w, g, exp_avg, exp_avg_sq, args);
       },
       py::arg("w"), py::arg("g"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("lr") = 1e-3,
       py::arg("beta1") = 0.9, py::arg("beta2") = 0.999, py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0,
       py::arg("t") = 1.0, py::arg("maximize") = false, py::arg("decoupled") = true, py::arg("grad_scale") = 1.0,
-      py::arg("aten") = false, no_gil);
+      py::arg("aten") = false, py::arg("consume") = false, no_gil);
   m.def(
       "sgd_step",
       [](const at::Tensor& w, const at::Tensor& g, const std::optional<at::Tensor>& momentum_buffer, double lr,
