@@ -331,7 +331,8 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
 bool JoinUpdates(KernelData* before, KernelData* after) {
   auto* const a = dynamic_cast<UpdateKernel*>(before);
   auto* const b = dynamic_cast<UpdateKernel*>(after);
-  if (a == nullptr || b == nullptr || a->optimizer != b->optimizer || !a->CanJoin() || !b->CanJoin()) return false;
+  if (a == nullptr || b == nullptr || !a->CanJoin() || !b->CanJoin()) return false;
+  if (a->optimizer != b->optimizer || a->clipped != b->clipped || a->scale != b->scale) return false;
   if (a->joined == nullptr) {
     a->joined = std::make_shared<JoinedSteps>();
     a->first = true;

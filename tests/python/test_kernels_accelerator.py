@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -69,6 +70,37 @@ def test_adjacent_steps_are_given_to_the_device_as_one(clip: float | None, monke
     assert (calls, each) == (2, 6)
     assert len(seconds) == 6 and all(s > 0 for s in seconds)
     assert all(map(torch.equal, weights, others))
+
+
+def test_steps_of_other_scales_are_not_joined() -> None:
+    scales = {0: 0.5, 1: 0.5, 2: 0.25}
+
+    def of(unit: int, line: str) -> str:
+        line = re.sub(r"P(\d+)", lambda m: f"%{int(m[1]) + unit}", line)
+        return line.replace("U", f"u{unit}").replace("S", str(scales[unit]))
+
+    def each(line: str) -> list[str]:
+        """The line of each unit U; S: its scale, P9: its value of those from %9 on."""
+        return [of(unit, line) for unit in scales]
+
+    lines = ["interlace 1 scheduled", "mesh dp 1", "step 1 reduce_each", "group 0 adamw", *each("unit U dp f32 numel 32 shard 32")]
+    lines += [*each('param P0: f32[32] in P3+0 "U" trainable group 0 unit U+0'), 'input %20: f32[32] "x"']
+    lines += each("state P3: f32[32] U.full persistent") + each("state P6: f32[32] U.grad step")
+    lines += each("state P9: f32[32] U.exp_avg persistent") + each("state P12: f32[32] U.exp_avg_sq persistent")
+    lines += ["phase micro_batch takes () gives () {", *each("  P21: f32[32] into P6+0 = aten.exp(%20) {bwd}"), "}"]
+    lines += ["phase update once takes () gives () {"]
+    lines += [*each("  update.adamw(P3, P6, P9, P12) {upd units=[U] scale=S ranges=[0, 32, 0]}"), "}", ""]
+    found = []
+    for join in (True, False):
+        executor = _runtime.Executor("\n".join(lines), str(device()), [], 10.0, {"join_updates": join})
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            executor.step([[flat(32, torch.float32, 5).to(device())]], [[0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0]], 0)
+        calls = sum(event.name == "interlace::adam_step_" for event in profile.events())
+        found.append((calls, [executor.tensor(9 + i).cpu() for i in range(3)]))
+    assert [calls for calls, _ in found] == [2, 3]
+    for joined, alone, scale in zip(found[0][1], found[1][1], scales.values(), strict=True):
+        assert torch.equal(joined, alone)
+        torch.testing.assert_close(joined, 0.1 * scale * flat(32, torch.float32, 5).exp())
 
 
 @pytest.mark.parametrize("t", [1.0, 2.0])
