@@ -78,11 +78,14 @@ def compare(case: str, changes: list[dict[str, Any]], **config: Any) -> list[dic
     ids=lambda c: str(c) if isinstance(c, int) else "-".join(str(v) for v in c.values()),
 )
 def test_the_same_bits(size: int, config: dict[str, Any]) -> None:
+    # Gradients have their memory between steps already, but for those that no rank or micro-batch adds to (transient_gradients).
+    alone = size == config.get("accumulation", 1) == 1
+    gradients = sum(p.nbytes for p in zoo.build("llama", torch.float32).parameters()) if alone else 0
     for plain, moved in ranks.run(compare, size, "llama", [{"schedule": MOVED}], **config):
         assert (plain["moved"], moved["moved"]) == (False, True)
         assert moved["losses"] == plain["losses"] and moved["states"] == plain["states"]
         assert moved["unforeseen"] == []
-        assert moved["peak"] <= plain["peak"] + 4096, "gradients have their memory between steps already"
+        assert moved["peak"] <= plain["peak"] + gradients + 4096
 
 
 def test_with_other_passes() -> None:
