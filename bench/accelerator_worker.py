@@ -101,7 +101,7 @@ def forecast(trainer: Any, batch: dict[str, torch.Tensor], rounds: int) -> Facts
     simulation = _core.Simulation(program, trainer._loop.planner.cluster_text(), profile=profile)
     return {
         "predicted_ms": simulation.step_us / 1e3, "measured_ms": statistics.median(seconds) * 1e3,
-        "predicted_bytes": simulation.taken_bytes, "planned_bytes": trainer.stats()["arena"]["planned_bytes"],
+        "predicted_bytes": simulation.taken_bytes,
     }  # fmt: skip
 
 
@@ -129,7 +129,6 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
         while trainer.steps < SETTLE and not (trainer.steps > AUTO_STEP + 2 and trainer.settled):
             trainer.step(batch)
         facts["steps_to_settle"] = trainer.steps
-    facts["first_peak_bytes"] = allocator_peak(device)
     torch.accelerator.reset_peak_memory_stats(device)
     low, middle, high = quartiles(timed(step, rounds))
     facts |= {"q1_ms": low * 1e3, "median_ms": middle * 1e3, "q3_ms": high * 1e3, "peak_bytes": allocator_peak(device)}

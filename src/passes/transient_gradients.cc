@@ -7,14 +7,15 @@
 //            update:       takes (%t)   %v: bf16[32768] in %t+0 = view(%t)   update.adamw(%25, %v, ..)
 //
 // Where the parameter does not fill its unit, grad.begin makes the value, and what is behind is 0. So it is with one
-// micro-batch a step and nobody to add up gradients with; others stay states. Source: PyTorch's
-// zero_grad(set_to_none=True).
+// micro-batch a step and nobody to add up gradients with; others stay states, and all where something goes out of
+// memory. Source: PyTorch's zero_grad(set_to_none=True).
 //
 // True when a state went. Runs last: other passes know gradients as states. No errors.
 #include <algorithm>
 #include <unordered_map>
 #include <vector>
 
+#include "ir/residency.h"
 #include "ir/touches.h"
 #include "passes/passes.h"
 
@@ -143,6 +144,9 @@ Result<bool> TransientGradients(Program& program, const PassOptions&) {
   Phase* const micro = program.MicroBatchPhase();
   Phase* const update = program.UpdatePhase();
   if (micro == nullptr || update == nullptr || program.stage || program.phases.size() != 2) return false;
+  bool moves = false;  // then memory is no arena, and the limit was planned for with gradients as states
+  ForEachOp(std::as_const(program), [&](const Op& op) { moves = moves || MoveOf(op) != nullptr; });
+  if (moves) return false;
   const std::vector<Program::StepRun> runs = program.RunsOfStep();
   const bool once = runs.size() == 2 && runs[0].phase == micro && runs[0].count == 1 && runs[1].phase == update;
   return once && Transient(program, *micro, *update).Run();

@@ -24,7 +24,8 @@ TEST(TransientGradients, OneMicroBatchOfOneRankHasNone) {
 TEST(TransientGradients, SumsStayStates) {
   for (const char* const before :
        {"shard(ranks=2),update", "replicate(ranks=2),update", "shard(ranks=1),accumulate(steps=2),update",
-        "shard(ranks=1),update,reposition_update", "shard(ranks=1)"}) {
+        "shard(ranks=1),update,reposition_update", "shard(ranks=1),update,offload_sync(kinds=states)",
+        "shard(ranks=1)"}) {
     const std::string without = RunText(std::string(kTwoLayers), before);
     EXPECT_TRUE(HasGradStates(without)) << without;
     EXPECT_EQ(RunText(std::string(kTwoLayers), std::string(before) + ",transient_gradients"), without);
