@@ -225,12 +225,12 @@ def bubble() -> list[dict[str, Any]]:
     for name, mesh, micro_batches, cluster in PIPELINES:
         if name not in known:
             known[name] = text_of(name)
-        text, cuts = known[name], {"tensor": "model"} if "tp=" in mesh else {}
+        text = known[name]
         row: dict[str, Any] = {"model": name, "mesh": mesh, "micro_batches": micro_batches, "cluster": cluster}
         peak = None  # of 1F1B, which `auto` keeps to; "device": what the device has
         for name_of, order, limit in (("1f1b", "1f1b", False), ("auto", "auto", True), ("device", "auto", False)):
             with timed(row, name_of):
-                made = stages_of(text, mesh, micro_batches, cluster, order, limit=peak if limit else None, **cuts)
+                made = stages_of(text, mesh, micro_batches, cluster, order, limit=peak if limit else None)
                 found = json.loads(_core.simulate_set(made, cluster))
             peak = max(stage["peak_bytes"] for stage in found["stages"])
             times = {"ms": found["step_us"] / 1e3, "bubble_ms": beyond(found) / 1e3, "idle_ms": idle(found) / 1e3}
