@@ -21,6 +21,7 @@ struct PassCosts {
   ClusterSpec cluster;
   std::unique_ptr<ProfileTable> profile;  // nullptr: none was given
   int64_t limit = 0;                      // bytes of a rank; INT64_MAX: no limit
+  bool transient = false;  // pass transient_gradients runs behind: programs are judged as it makes them
 
   // A model over the program as it is now; it keeps pointers to the program and to this.
   Result<CostModel> Model(const Program& program) const { return CostModel::Create(program, cluster, profile.get()); }

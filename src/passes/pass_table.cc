@@ -228,6 +228,8 @@ std::span<const PassInfo> PassTable() {
            Choice("offload", {"none", "auto", "host"},
                   "storages may leave memory where nothing else fits; host: and steps be made there"),
            Choice("reposition", {"none", "auto"}, "with offload: some updates may be left to the next step"),
+           Choice("transient", {"false", "true"},
+                  "pass transient_gradients runs behind: memory is judged as it makes it"),
            Count("evaluations", "0", 0, "simulations at most; 0: by the size of the program"),
            OptionInfo{"seconds", kNumber, "0", "stop after so long with the best until then; 0: no such stop"}},
           SearchesCaptured, SearchCaptured),

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include "base/sort.h"
+#include "passes/passes.h"
 #include "sim/bounds.h"
 #include "sim/engine.h"
 #include "sim/memory_curve.h"
@@ -42,6 +44,14 @@ std::vector<Stall> StallsOf(const Lowered& lowered, const EngineOutput& output) 
   return stalls;
 }
 
+// The program that runs of this one: itself, or `made` of it.
+Result<const Program*> AsRun(const Program& program, const PassCosts& costs, std::optional<Program>& made) {
+  if (!costs.transient) return &program;
+  made = program.Clone();
+  INTERLACE_TRY(TransientGradients(*made));
+  return &*made;
+}
+
 }  // namespace
 
 Result<KnownOps> KnownOpsOf(const Program& program, const PassCosts& costs) {
@@ -50,7 +60,10 @@ Result<KnownOps> KnownOpsOf(const Program& program, const PassCosts& costs) {
   return KnownOf(lowered);
 }
 
-Result<Prediction> Predict(const Program& program, const PassCosts& costs, bool with_stalls, const KnownOps& known) {
+Result<Prediction> Predict(const Program& given, const PassCosts& costs, bool with_stalls, const KnownOps& known) {
+  std::optional<Program> made;
+  INTERLACE_ASSIGN(const Program* const as_run, AsRun(given, costs, made));
+  const Program& program = *as_run;
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
   INTERLACE_ASSIGN(Lowered lowered, Lower(program, model, known));
   INTERLACE_ASSIGN(EngineOutput output, RunEngine(InputOf(lowered, model), model));
@@ -61,8 +74,11 @@ Result<Prediction> Predict(const Program& program, const PassCosts& costs, bool 
   return prediction;
 }
 
-Result<int64_t> PlacedBytesOf(const Program& program, const PassCosts& costs, int64_t live_bytes) {
+Result<int64_t> PlacedBytesOf(const Program& given, const PassCosts& costs, int64_t live_bytes) {
   if (!costs.cluster.cpu) return live_bytes;
+  std::optional<Program> made;
+  INTERLACE_ASSIGN(const Program* const as_run, AsRun(given, costs, made));
+  const Program& program = *as_run;
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
   INTERLACE_ASSIGN(const Lowered lowered, Lower(program, model));
   return TakenBytes(lowered, live_bytes);

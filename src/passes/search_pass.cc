@@ -51,6 +51,13 @@ Status CheckFits(const SearchResult& found, const PassCosts& costs, const PassOp
                    found.refused.empty() ? "" : "; out of memory less is enough, but: " + found.refused);
 }
 
+Result<PassCosts> ReadSearchCosts(const Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
+  INTERLACE_ASSIGN(const std::string transient, options.Choice("transient", {"false", "true"}));
+  costs.transient = transient == "true";
+  return costs;
+}
+
 Result<SearchOptions> ReadOptions(const PassOptions& options) {
   SearchOptions search;
   INTERLACE_ASSIGN(search.evaluations, options.Int("evaluations", 0, 0));
@@ -257,7 +264,7 @@ bool SearchesCaptured(const PassOptions& options) {
 
 Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOptions& options) {
   INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
-  INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
+  INTERLACE_ASSIGN(const PassCosts costs, ReadSearchCosts(program, options));
   // What a pipeline's stages send one another follows from these, and no stage decides it alone.
   const bool alone = !program.stage.has_value();
   const bool recompute = alone && options.Text("recompute", "auto") == "auto";
@@ -313,7 +320,7 @@ Result<bool> Search(Program& program, const PassOptions& options) {
   if (program.stage)
     return MakeError("search knows no stages of a pipeline yet; name passes instead, or none: schedule=[]");
   INTERLACE_ASSIGN(const SearchOptions search, ReadOptions(options));
-  INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
+  INTERLACE_ASSIGN(const PassCosts costs, ReadSearchCosts(program, options));
   INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));
   INTERLACE_TRY(CheckFits(found, costs, options));
   INTERLACE_TRY(Finish(program.Clone(), costs, found, program));

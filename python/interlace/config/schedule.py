@@ -39,6 +39,8 @@ def default_schedule(config: Config, ranks: int) -> Schedule:
     search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
     if config.accumulation > 1 and config.accumulate_mode == "auto" and ranks > 1:
         search += ",accumulate=auto"
+    if ranks == config.accumulation == 1:  # as the last pass makes it (`Planner`)
+        search += ",transient=true"
     if limited and config.tier is not None:  # what does not fit may leave memory
         search += ",offload=host" if config.tier == "host" else ",offload=auto"
         if config.strategy == "shard" and ranks > 1:  # else the model's own parameters are whole, and looked at between steps

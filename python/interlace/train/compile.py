@@ -66,7 +66,11 @@ def compile(
     if isinstance(optimizer, (list, tuple)) and optimizer and all(isinstance(o, torch.optim.Optimizer) for o in optimizer):
         optimizer = Several(optimizer) if len(optimizer) > 1 else optimizer[0]
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InterlaceError(f"optimizer must be a torch.optim optimizer, or a list of them, not {type(optimizer).__name__}")
+        swapped = isinstance(loss_fn, torch.optim.Optimizer) and callable(optimizer)
+        raise InterlaceError(
+            f"optimizer must be a torch.optim optimizer, or a list of them, not {type(optimizer).__name__}"
+            + ("; it comes before the loss function: interlace.compile(model, optimizer, loss_fn, example_batch)" if swapped else "")
+        )
     if example_batch is None:
         raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
     first = next((p for p in model.parameters() if not p.is_meta), None)
