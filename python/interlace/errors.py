@@ -20,6 +20,10 @@ class CaptureError(InterlaceError):
 def what_to_install(error: ImportError) -> str | None:
     """What is missing for an import that failed, and the command that installs it; None where it is nothing of this kind."""
     name = (error.name or "").partition(".")[0]
+    if name == "torch" and not isinstance(error, ModuleNotFoundError):  # a part of it that it does not have
+        import torch
+
+        return f"this needs torch {OLDEST_TORCH} or later, and this is torch {torch.__version__}:\n" + REINSTALL.replace("install", "install -U", 1)
     if name == "torch":
         return "this needs torch, which is not installed here. Install it, then Interlace against it:\n" + REINSTALL
     if name == "transformers":
@@ -32,6 +36,7 @@ def what_to_install(error: ImportError) -> str | None:
     return None
 
 
+OLDEST_TORCH = "2.9"  # that the tests have run with
 REINSTALL = "  pip install torch\n  pip install --force-reinstall --no-deps .    # in the source tree of Interlace"
 REBUILD = "  pip install --force-reinstall --no-deps .    # in the source tree of Interlace"
 

@@ -22,21 +22,33 @@ std::string PeakOpOf(const Program& program, const MemoryPlan& plan) {
   return "";
 }
 
+std::string Mib(int64_t bytes) {
+  return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
+}
+
+// Allocators do not say what a device has before torch 2.10.
+template <class Allocator>
+std::string MemoryOf(Allocator* allocator, c10::Device device) {
+  if constexpr (requires { allocator->getMemoryInfo(device.index()); }) {
+    return device.str() + " has " + Mib(static_cast<int64_t>(allocator->getMemoryInfo(device.index()).second)) + "; ";
+  } else {
+    return "";
+  }
+}
+
 }  // namespace
 
 Error Executor::WithMemory(Error error) const {
   if (device_.is_cpu()) return error;
-  const auto mib = [](int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; };
   auto* const allocator = c10::getDeviceAllocator(device_.type());
   const auto stats = allocator->getDeviceStats(device_.index());
   const auto total = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   const int64_t states = store_.bytes() + const_bytes_, arena = std::max(arena_.top(), arena_.wanted_bytes());
   const int64_t taken = arena_.Taken() ? arena : 0, used = stats.allocated_bytes[total].current;
-  error.message += "\n  memory: " + device_.str() + " has " +
-                   mib(static_cast<int64_t>(allocator->getMemoryInfo(device_.index()).second)) +
-                   "; parameters and states take " + mib(states) + ", the step as planned " + mib(arena) +
-                   ", others of this process " + mib(std::max<int64_t>(used - states - taken, 0)) + " in " +
-                   mib(std::max<int64_t>(stats.reserved_bytes[total].current, used)) +
+  error.message += "\n  memory: " + MemoryOf(allocator, device_) + "parameters and states take " + Mib(states) +
+                   ", the step as planned " + Mib(arena) + ", others of this process " +
+                   Mib(std::max<int64_t>(used - states - taken, 0)) + " in " +
+                   Mib(std::max<int64_t>(stats.reserved_bytes[total].current, used)) +
                    " that the framework holds; give a memory_limit (the search then recomputes or offloads), a smaller "
                    "micro-batch with more accumulation, or more ranks";
   return error;

@@ -145,9 +145,11 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(importlib.metadata, "version", none)
     with pytest.raises(RegionsError) as error:
         cuda.cubins(funcs(GATED), "sm_90", tmp_path)
-    assert str(error.value) == "torch 2.13 makes CUDA kernels with triton 3.7.1, and there is no triton here: pip install triton==3.7.1"
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.6.0")
-    with pytest.raises(RegionsError, match=r"and this is triton 3\.6\.0: pip install triton==3\.7\.1"):
+    torchs = ".".join(torch.__version__.split(".")[:2])
+    wanted = cuda.TRITON[torchs]
+    assert str(error.value) == f"torch {torchs} makes CUDA kernels with triton {wanted}, and there is no triton here: pip install triton=={wanted}"
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.5.0")
+    with pytest.raises(RegionsError, match=rf"and this is triton 3\.5\.0: pip install triton=={re.escape(wanted)}"):
         cuda.cubins(funcs(GATED), "sm_90", tmp_path)
     with pytest.raises(RegionsError, match="there is no target 'sm_70': choose one of sm_80, sm_90"):
         cuda.cubins(funcs(GATED), "sm_70", tmp_path)

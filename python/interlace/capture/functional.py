@@ -111,9 +111,13 @@ def corrected(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, 
 
 def promised(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     """The results of a call on fake tensors. PyTorch's rule for grouped products refuses all but bfloat16, which its kernels do not;
-    their sizes do not depend on the dtype. log_softmax's gradient is contiguous, and its kernel writes nothing else right."""
+    their sizes do not depend on the dtype. log_softmax's gradient is contiguous, and its kernel writes nothing else right. What attention
+    on CPUs gives beside its result is float64 for float64, which the rule does not say before torch 2.13."""
     if func is aten._log_softmax_backward_data.default:
         return func(*args, **kwargs).contiguous()
+    if func is aten._scaled_dot_product_flash_attention_for_cpu.default and args[0].dtype == torch.float64:
+        result, sums = func(*args, **kwargs)
+        return result, sums.to(torch.float64)
     if func is not aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     floating = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in args]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.capture.released import Released
@@ -133,7 +132,7 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
                 f"parameters are on several devices: '{first.name}' on {first.real.device}, '{p.name}' on {t.device}; "
                 "move the model to one device"
             )
-        if not is_non_overlapping_and_dense_or_false(t):
+        if not _is_dense(t):
             raise CaptureError(f"parameter '{p.name}' is not dense (strides {tuple(t.stride())}); set it to a .contiguous() copy")
         if not all(hasattr(h, OWN_HOOK) for h in (getattr(t, "_post_accumulate_grad_hooks", None) or {}).values()):
             raise CaptureError(
@@ -158,6 +157,16 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             owner = owners.get(b.real.untyped_storage()._cdata)
             if owner is not None:
                 raise CaptureError(f"'{b.name}' shares storage with parameter '{owner.name}'; clone it")
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether each element of its memory is one of its own, in whatever order of the dimensions."""
+    elements = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
+        if stride != elements and t.numel() > 0:
+            return False
+        elements *= size
+    return True
 
 
 def make_fake(t: ModelTensor) -> Tensor:
