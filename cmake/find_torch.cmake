@@ -34,4 +34,9 @@ string(REGEX REPLACE "^([^|]*)[|].*" "\\1" torch_root "${torch_facts}")
 string(REGEX REPLACE "^[^|]*[|]([^|]*)[|].*" "\\1" torch_abi "${torch_facts}")
 string(REGEX REPLACE "^[^|]*[|][^|]*[|]([^|]*)[|].*" "\\1" torch_includes "${torch_facts}")
 string(REGEX REPLACE ".*[|]" "" torch_version "${torch_facts}")
+if(torch_version VERSION_LESS 2.9)  # python/interlace/errors.py: OLDEST_TORCH
+  message(FATAL_ERROR "torch ${torch_version} in ${torch_root} is too old: Interlace needs 2.9 or later.\n"
+    "    pip install -U torch\n    pip install .\n"
+    "Without torch there is the part that plans, simulates and reports:\n    INTERLACE_TORCH=OFF pip install .")
+endif()
 message(STATUS "torch ${torch_version} in ${torch_root}")
