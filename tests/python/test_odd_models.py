@@ -391,6 +391,33 @@ def test_a_loss_that_makes_its_gradients() -> None:
             )
 
 
+def as_eager(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] = loss_of, batch: Callable[[int], Any] = batch_of, **config: Any
+) -> None:  # fmt: skip
+    """Five steps with the losses of PyTorch's own, and its tensors at the end."""
+    theirs, expected = copy.deepcopy(model), []
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for step in range(STEPS):
+        loss = loss_fn(theirs, batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    settings = interlace.Config(schedule=[], cache="off", **config)
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch(0), settings) as trainer:
+        assert [trainer.step(batch(step)).item() for step in range(STEPS)] == pytest.approx(expected, rel=1e-12)
+        for name, t in trainer.state_dict().items():
+            torch.testing.assert_close(t, theirs.state_dict()[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_of_the_batch_itself(training: bool) -> None:
+    """Nobody asks for the gradient of its input."""
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    model[0].train(training)
+    as_eager(model)
+
+
 loss = 0.0  # as scripts have it, beside models with an attribute of this name
 
 

@@ -111,9 +111,12 @@ def corrected(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, 
 
 def promised(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     """The results of a call on fake tensors. PyTorch's rule for grouped products refuses all but bfloat16, which its kernels do not;
-    their sizes do not depend on the dtype. log_softmax's gradient is contiguous, and its kernel writes nothing else right."""
+    their sizes do not depend on the dtype. log_softmax's gradient is contiguous, and its kernel writes nothing else right. The gradient
+    of a batch norm's input is made only where it is asked for, which the rule does not know."""
     if func is aten._log_softmax_backward_data.default:
         return func(*args, **kwargs).contiguous()
+    if func is aten.native_batch_norm_backward.default:
+        return tuple(r if wanted else None for r, wanted in zip(func(*args, **kwargs), args[9], strict=True))
     if func is not aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     floating = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in args]
