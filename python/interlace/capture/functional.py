@@ -15,6 +15,7 @@ aten = torch.ops.aten
 _FUNCTIONAL: dict[OpOverload, OpOverload] = {
     aten.normal_.default: aten.normal_functional.default, aten.zero_.default: aten.zeros_like.default,
     aten.fill_.Scalar: aten.full_like.default, aten.bernoulli_.float: aten.bernoulli.p,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar, aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
 }  # fmt: skip
 
 # Keyword arguments that the text leaves out: the runtime supplies its device, and streams are keyed by `rng`.
@@ -54,8 +55,8 @@ def _functional_form(func: OpOverload) -> OpOverload | None:
     form = getattr(packet, func._overloadname, None) if packet is not None else None
     if form is None or form._schema.is_mutable or len(form._schema.returns) != 1:
         return None
-    same = [a.name for a in form._schema.arguments] == [a.name for a in func._schema.arguments]
-    return form if same else None
+    mine, theirs = ([(a.name, str(a.type)) for a in f._schema.arguments] for f in (func, form))
+    return form if mine == theirs else None
 
 
 @cache
