@@ -126,7 +126,7 @@ class Stored:
             for table in (module._buffers, vars(module)):
                 for name, value in table.items():
                     before = copy.copy(value) if isinstance(value, (list, dict)) else value
-                    for key, t in [(None, value)] if isinstance(value, Tensor) else items_of(value) or ():
+                    for key, t in [(None, value)] if isinstance(value, Tensor) else items_of(value):
                         if isinstance(t, Tensor) and id(t) in fakes:
                             where = name if key is None else f"{name}.{key}"
                             self._places.append((table, name, before, key, t, fakes[id(t)], f"{path}.{where}" if path else where))
@@ -134,7 +134,7 @@ class Stored:
     def replaced(self) -> Iterator[tuple[Any, Tensor, str]]:
         """(what was declared, the tensor that is in its place now, the place's name)."""
         for table, name, before, key, fake, declared, where in self._places:
-            now = table.get(name)
+            now: Any = table.get(name)
             if key is not None:
                 now = now[key] if alike(before, now) else None
             if isinstance(now, Tensor) and now is not fake:

@@ -92,20 +92,20 @@ def _plain_tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
         return []
     if isinstance(value, Tensor):
         return [(name, value)]
-    return [(f"{name}.{key}", v) for key, v in items_of(value) or () if isinstance(v, Tensor)]
+    return [(f"{name}.{key}", v) for key, v in items_of(value) if isinstance(v, Tensor)]
 
 
-def items_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """(index or key, value) of the containers whose tensors are the model's."""
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """(index or key, value) of the containers whose tensors are the model's; none of anything else."""
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
-    return list(value.items()) if isinstance(value, dict) else None
+    return list(value.items()) if isinstance(value, dict) else []
 
 
 def alike(before: Any, now: Any) -> bool:
     """Whether a container has tensors where it had some, and else what it had."""
     one, other = items_of(before), items_of(now)
-    if one is None or other is None or type(before) is not type(now) or [key for key, _ in one] != [key for key, _ in other]:
+    if not one or type(before) is not type(now) or [key for key, _ in one] != [key for key, _ in other]:
         return False
     return all(v is w or (isinstance(v, Tensor) and isinstance(w, Tensor)) for (_, v), (_, w) in zip(one, other, strict=True))
 
@@ -224,7 +224,7 @@ def swapped(model: nn.Module, fakes: dict[int, Tensor]) -> Iterator[None]:
                 undo.append((attributes, name, value, value))
                 if id(value) not in inside:
                     before = copy.copy(value)
-                    _refill(value, [(key, of(v)) for key, v in items_of(value) or ()])
+                    _refill(value, [(key, of(v)) for key, v in items_of(value)])
                     inside[id(value)] = value, before, copy.copy(value)
         yield
     finally:
@@ -235,9 +235,9 @@ def swapped(model: nn.Module, fakes: dict[int, Tensor]) -> Iterator[None]:
         real = {id(fake): v for _, before, new in inside.values() for (_, v), (_, fake) in zip(items_of(before), items_of(new), strict=True)}
         for value, before, new in inside.values():
             if alike(new, value):
-                _refill(value, items_of(before) or [])
+                _refill(value, items_of(before))
             else:
-                _refill(value, [(key, real.get(id(v), v)) for key, v in items_of(value) or ()])
+                _refill(value, [(key, real.get(id(v), v)) for key, v in items_of(value)])
 
 
 def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
