@@ -173,7 +173,12 @@ def seeds_itself(self: Any, x: Tensor) -> Tensor:
     return self.head(self.a(x) + noise)
 
 
-WHOLE = [turns, checks_a_variance, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
+def powers(self: Any, x: Tensor) -> Tensor:
+    """In place, by a number: `aten.pow.Scalar` is a number to the power of a tensor."""
+    return self.head(self.a(x).abs().add_(0.1).pow_(-0.5).float_power_(1.5))
+
+
+WHOLE = [turns, powers, checks_a_variance, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
 OPAQUE = [
     teaches_by_a_count, teaches_by_another_count, counts, counts_in_a_list, draws_from_its_own, draws_on, seeds_itself, goes_on, packs,
     looks_up, reverses_by_a_value, checkpoints_by_a_value,
@@ -335,6 +340,15 @@ class Record:
         self.x, self.y = x, y
 
 
+class Graph:
+    """Its tensors lie in an object that it has."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.store = Record(x, y)
+
+    x, y = property(lambda self: self.store.x), property(lambda self: self.store.y)
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     x: Tensor
@@ -351,13 +365,14 @@ def nested(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     return F.cross_entropy(y, batch["y"]).reshape(1), {"logits": y, "rows": len(y), "name": "ce", "none": None}
 
 
-@pytest.mark.parametrize("kind", [Average, Record, Frozen, nested])
-def test_losses_and_batches(kind: Any) -> None:
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("kind", [Average, Record, Graph, Frozen, nested])
+def test_losses_and_batches(kind: Any, mode: str) -> None:
     def wrapped(seed: int) -> Any:
-        return kind(**batch_of(seed)) if kind in (Record, Frozen) else batch_of(seed)
+        return kind(**batch_of(seed)) if kind in (Record, Graph, Frozen) else batch_of(seed)
 
     def own() -> Any:
-        return kind() if kind is Average else of_attributes if kind in (Record, Frozen) else nested
+        return kind() if kind is Average else of_attributes if kind in (Record, Graph, Frozen) else nested
 
     torch.manual_seed(0)
     model = nn.Linear(8, 3).double()
@@ -370,7 +385,8 @@ def test_losses_and_batches(kind: Any) -> None:
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), own(), wrapped(0), interlace.Config(schedule=[])) as trainer:
+    config = interlace.Config(schedule=[], mode=mode)
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), own(), wrapped(0), config) as trainer:
         losses = [trainer.step(wrapped(step)).item() for step in range(STEPS)]
         if kind is nested:
             assert trainer.outputs["1.rows"][0].item() == 4 and trainer.outputs["1.logits"][0].shape == (4, 3)
@@ -389,6 +405,51 @@ def test_a_loss_that_makes_its_gradients() -> None:
             interlace.compile(
                 model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch_of(0), interlace.Config(fullgraph=fullgraph)
             )
+
+
+def swaps_its_weight(self: Any, x: Tensor) -> Tensor:
+    self.a.weight.data = self.a.weight.data.clamp(-0.2, 0.2)
+    with torch.no_grad():
+        self.b.weight.mul_(0.9)
+    return self.head(self.a(x) + self.b(x))
+
+
+def another_part_each_time(self: Any, x: Tensor) -> Tensor:
+    return self.head(self.a(x) if float(x.sum()) > 0 else self.b(x))
+
+
+@pytest.mark.parametrize("function", [swaps_its_weight, goes_on, counts, teaches_by_another_count], ids=lambda f: f.__name__)
+def test_what_the_users_own_python_keeps(function: Callable[[Any, Tensor], Tensor]) -> None:
+    """The run that says which parameters have gradients leaves nothing; what is put in a parameter's place is kept."""
+    losses, expected, _, far = train(function, "adamw", mode="eager")
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert max(far) < 1e-8
+
+
+def test_parts_that_some_steps_leave_out() -> None:
+    """As in torch.optim they stay as they are; a part that only a later step uses is named."""
+    batches = [{**batch_of(step), "x": batch_of(step)["x"].abs() * (-1) ** step} for step in range(STEPS)]
+
+    def train(function: Callable[[Any, Tensor], Tensor]) -> None:
+        torch.manual_seed(0)
+        model = Net(function).double()
+        theirs, expected = copy.deepcopy(model), []
+        optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+        for batch in batches:
+            loss = loss_of(theirs, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+        config = interlace.Config(schedule=[], mode="eager")
+        with interlace.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of, batches[0], config) as trainer:
+            assert [trainer.step(batch).item() for batch in batches] == pytest.approx(expected, rel=1e-9)
+            for name, t in trainer.state_dict().items():
+                torch.testing.assert_close(t, theirs.state_dict()[name], rtol=1e-9, atol=1e-9)
+
+    train(lambda self, x: self.head(self.a(x) if float(x.sum()) > 0 else x))
+    with pytest.raises(interlace.InterlaceError, match=r"parameter 'b\.bias' has a gradient at step 1, and had none on the example batch"):
+        train(another_part_each_time)
 
 
 loss = 0.0  # as scripts have it, beside models with an attribute of this name

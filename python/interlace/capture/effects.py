@@ -7,6 +7,7 @@ buffer or tensor attribute that is assigned anew becomes an `assign` of the prog
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.model_tensors import alike, items_of
 from interlace.capture.reach import MISSING
 from interlace.capture.sites import Sites, is_user_file
 from interlace.capture.watch import Change
@@ -115,21 +117,26 @@ def drawing_line(run: Callable[[], Any], sites: Sites) -> tuple[str, str | None]
 
 
 class Stored:
-    """Buffers and tensor attributes by their places, while fakes are in them."""
+    """Buffers and tensor attributes by their places, those in lists, dicts and tuples too, while fakes are in them."""
 
     def __init__(self, model: nn.Module, fakes: dict[int, Any]) -> None:
         """`fakes`: what is declared, by the id of the fake."""
-        self._places: list[tuple[dict, str, Tensor, Any, str]] = []
+        self._places: list[tuple[dict, str, Any, Any, Tensor, Any, str]] = []
         for path, module in model.named_modules():
             for table in (module._buffers, vars(module)):
                 for name, value in table.items():
-                    if isinstance(value, Tensor) and id(value) in fakes:
-                        self._places.append((table, name, value, fakes[id(value)], f"{path}.{name}" if path else name))
+                    before = copy.copy(value) if isinstance(value, (list, dict)) else value
+                    for key, t in [(None, value)] if isinstance(value, Tensor) else items_of(value):
+                        if isinstance(t, Tensor) and id(t) in fakes:
+                            where = name if key is None else f"{name}.{key}"
+                            self._places.append((table, name, before, key, t, fakes[id(t)], f"{path}.{where}" if path else where))
 
     def replaced(self) -> Iterator[tuple[Any, Tensor, str]]:
         """(what was declared, the tensor that is in its place now, the place's name)."""
-        for table, name, fake, declared, where in self._places:
-            now = table.get(name)
+        for table, name, before, key, fake, declared, where in self._places:
+            now: Any = table.get(name)
+            if key is not None:
+                now = now[key] if alike(before, now) else None
             if isinstance(now, Tensor) and now is not fake:
                 yield declared, now, where
 

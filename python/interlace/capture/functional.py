@@ -15,6 +15,7 @@ aten = torch.ops.aten
 _FUNCTIONAL: dict[OpOverload, OpOverload] = {
     aten.normal_.default: aten.normal_functional.default, aten.zero_.default: aten.zeros_like.default,
     aten.fill_.Scalar: aten.full_like.default, aten.bernoulli_.float: aten.bernoulli.p,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar, aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
 }  # fmt: skip
 
 # Keyword arguments that the text leaves out: the runtime supplies its device, and streams are keyed by `rng`.
@@ -54,8 +55,8 @@ def _functional_form(func: OpOverload) -> OpOverload | None:
     form = getattr(packet, func._overloadname, None) if packet is not None else None
     if form is None or form._schema.is_mutable or len(form._schema.returns) != 1:
         return None
-    same = [a.name for a in form._schema.arguments] == [a.name for a in func._schema.arguments]
-    return form if same else None
+    mine, theirs = ([(a.name, str(a.type)) for a in f._schema.arguments] for f in (func, form))
+    return form if mine == theirs else None
 
 
 @cache
@@ -112,12 +113,15 @@ def corrected(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, 
 def promised(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     """The results of a call on fake tensors. PyTorch's rule for grouped products refuses all but bfloat16, which its kernels do not;
     their sizes do not depend on the dtype. log_softmax's gradient is contiguous, and its kernel writes nothing else right. What attention
-    on CPUs gives beside its result is float64 for float64, which the rule does not say before torch 2.13."""
+    on CPUs gives beside its result is float64 for float64, which the rule does not say before torch 2.13. The gradient of a batch norm's
+    input is made only where it is asked for, which the rule does not know."""
     if func is aten._log_softmax_backward_data.default:
         return func(*args, **kwargs).contiguous()
     if func is aten._scaled_dot_product_flash_attention_for_cpu.default and args[0].dtype == torch.float64:
         result, sums = func(*args, **kwargs)
         return result, sums.to(torch.float64)
+    if func is aten.native_batch_norm_backward.default:
+        return tuple(r if wanted else None for r, wanted in zip(func(*args, **kwargs), args[9], strict=True))
     if func is not aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     floating = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in args]

@@ -41,11 +41,12 @@ def _children(x: Any, objects: bool = True) -> list[tuple[Any, Any]] | None:
     return list(vars(x).items()) if objects and _holds(x) else None
 
 
-def _holds(x: Any) -> bool:
-    """Whether an object of a plain class of the user's has tensors as attributes."""
+def _holds(x: Any, depth: int = 2) -> bool:
+    """Whether an object of a plain class has tensors as attributes, or in dicts and objects that are some (torch_geometric's graphs)."""
     if isinstance(x, (torch.Tensor, torch.nn.Module, type)) or type(getattr(x, "__dict__", None)) is not dict:
         return False
-    return any(isinstance(v, torch.Tensor) for v in vars(x).values())
+    values = [item for v in vars(x).values() for item in (v.values() if type(v) is dict else (v,))]
+    return any(isinstance(v, torch.Tensor) or (depth > 0 and _holds(v, depth - 1)) for v in values)
 
 
 def leaves(batch: Any, path: Path = (), objects: bool = True) -> list[tuple[Path, Any]]:

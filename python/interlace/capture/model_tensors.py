@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import weakref
 from collections.abc import Collection, Iterable, Iterator
@@ -90,11 +91,22 @@ def _plain_tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
         return []
     if isinstance(value, Tensor):
         return [(name, value)]
+    return [(f"{name}.{key}", v) for key, v in items_of(value) if isinstance(v, Tensor)]
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """(index or key, value) of the containers whose tensors are the model's; none of anything else."""
     if isinstance(value, (list, tuple)):
-        return [(f"{name}.{i}", v) for i, v in enumerate(value) if isinstance(v, Tensor)]
-    if isinstance(value, dict):
-        return [(f"{name}.{k}", v) for k, v in value.items() if isinstance(v, Tensor)]
-    return []
+        return list(enumerate(value))
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def alike(before: Any, now: Any) -> bool:
+    """Whether a container has tensors where it had some, and else what it had."""
+    one, other = items_of(before), items_of(now)
+    if not one or type(before) is not type(now) or [key for key, _ in one] != [key for key, _ in other]:
+        return False
+    return all(v is w or (isinstance(v, Tensor) and isinstance(w, Tensor)) for (_, v), (_, w) in zip(one, other, strict=True))
 
 
 def device_type(tensors: Iterable[Tensor]) -> str:
@@ -188,11 +200,13 @@ def in_memory_order(real: Tensor, fake: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, fakes: dict[int, Tensor]) -> Iterator[None]:
-    """The model with its tensors replaced (by id of the real one), put back at the end."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
+    """The model with its tensors replaced (by id of the real one), put back at the end; so are tensors that it has put into their places.
+    Lists and dicts stay the objects that they are, which others may hold, too. What else the model has put into a place stays there."""
+    undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+    inside: dict[int, tuple[Any, Any, Any]] = {}  # lists and dicts by their ids, with what was in them and is in them now
 
     def swap(where: dict[str, Any], name: str, new: Any) -> None:
-        undo.append((where, name, where[name]))
+        undo.append((where, name, where[name], new))
         where[name] = new
 
     def of(v: Any) -> Any:
@@ -211,16 +225,35 @@ def swapped(model: nn.Module, fakes: dict[int, Tensor]) -> Iterator[None]:
                     continue
                 if isinstance(value, Tensor):
                     swap(attributes, name, of(value))
-                elif isinstance(value, dict):
-                    swap(attributes, name, type(value)((k, of(v)) for k, v in value.items()))
-                elif hasattr(value, "_fields"):
-                    swap(attributes, name, type(value)(*(of(v) for v in value)))
-                else:
-                    swap(attributes, name, type(value)(of(v) for v in value))
+                    continue
+                if isinstance(value, tuple):
+                    items = [of(v) for v in value]
+                    swap(attributes, name, type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+                    continue
+                undo.append((attributes, name, value, value))
+                if id(value) not in inside:
+                    before = copy.copy(value)
+                    _refill(value, [(key, of(v)) for key, v in items_of(value)])
+                    inside[id(value)] = value, before, copy.copy(value)
         yield
     finally:
-        for where, name, old in reversed(undo):
-            where[name] = old
+        for where, name, old, new in reversed(undo):
+            now = where.get(name)
+            if now is new or (isinstance(now, Tensor) and isinstance(new, Tensor)) or alike(new, now):
+                where[name] = old
+        real = {id(fake): v for _, before, new in inside.values() for (_, v), (_, fake) in zip(items_of(before), items_of(new), strict=True)}
+        for value, before, new in inside.values():
+            if alike(new, value):
+                _refill(value, items_of(before))
+            else:
+                _refill(value, [(key, real.get(id(v), v)) for key, v in items_of(value)])
+
+
+def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
+    if isinstance(container, dict):
+        container.update(items)
+    else:
+        container[:] = [v for _, v in items]
 
 
 @contextlib.contextmanager

@@ -16,12 +16,13 @@ from interlace.capture.casts import NO_CASTS, Casts, regions_opened
 from interlace.capture.effects import as_after, drawing_line, generators, grows, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
+from interlace.capture.loss import LossForm
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
-from interlace.capture.tracing import LossForm, check_model, without_collection
+from interlace.capture.tracing import check_model, without_collection
 from interlace.capture.watch import Change, Watch
 from interlace.capture.ways import Way
 from interlace.capture.writes import FrozenWritten

@@ -20,8 +20,9 @@ from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants
 from interlace.capture.effects import Stored, generators
 from interlace.capture.groups import Groups
-from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
+from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
+from interlace.capture.loss import LossForm, outputs_of
 from interlace.capture.model_tensors import ModelTensor, device_type, in_memory_order, make_fake, swapped
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn
 from interlace.capture.recorder import Recorder
@@ -29,7 +30,6 @@ from interlace.capture.sites import OUTSIDE, Sites, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
 from interlace.capture.tracing import (
-    LossForm,
     followed_modules,
     known_seeds,
     known_values_are_no_trace,
@@ -270,31 +270,9 @@ class Trace:
             raise CaptureError("the loss depends on no trainable parameter")
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        result = self._result(loss_fn, batch)
-        if isinstance(result, dict):
-            if "loss" not in result:
-                raise LossForm(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
-            loss, rest = result["loss"], {str(k): v for k, v in result.items() if k != "loss"}
-        elif isinstance(result, (tuple, list)) and result:
-            loss, rest = result[0], {str(i): v for i, v in enumerate(result) if i > 0}
-        else:
-            loss, rest = result, {}
-        if not isinstance(loss, Tensor):
-            raise LossForm(f"the loss is a {type(loss).__name__}; return a scalar tensor")
-        if loss.numel() != 1:
-            raise LossForm(f"the loss has shape {tuple(loss.shape)}; return a scalar, for example loss.mean()")
-        if not loss.is_floating_point():
-            raise LossForm(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
-        if not loss.requires_grad:
+        self.outputs.update(outputs_of(self._result(loss_fn, batch)))
+        if not self.outputs["loss"].requires_grad:
             raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
-        self.outputs["loss"] = loss.reshape(()) if loss.dim() else loss
-        for path, value in leaves(rest):
-            if value is None or isinstance(value, str):
-                continue  # nothing that a program could give
-            if not isinstance(value, (Tensor, bool, int, float)):
-                what = type(value).__name__
-                raise LossForm(f"output '{path_name(path)}' of the loss function is a {what}; return tensors and numbers beside the loss")
-            self.outputs[path_name(path)] = value if isinstance(value, Tensor) else torch.tensor(value)
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_map
 
 from interlace.capture.constants import Constants
+from interlace.capture.loss import LossForm
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
 
@@ -188,10 +189,6 @@ def known_values_are_no_trace(constants: Constants) -> Iterator[None]:
         yield
     finally:
         utils.is_fake_tensor = ask  # type: ignore[attr-defined]
-
-
-class LossForm(CaptureError):
-    """A loss function gives or does what no step can be made of, however it is computed."""
 
 
 @contextlib.contextmanager

@@ -12,19 +12,24 @@ the loss still agrees. It gathers the whole model for the step; this mode is for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from interlace.capture.effects import kept_generators
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.literals import quote
-from interlace.capture.model_tensors import ModelTensor, flat_weights_kept
+from interlace.capture.loss import outputs_of
+from interlace.capture.model_tensors import ModelTensor, flat_weights_kept, tensors_of
 from interlace.capture.tracing import with_left
+from interlace.capture.watch import Watch
+from interlace.capture.writes import Writes, refuse_writes
 from interlace.compiling.states import DTYPES, WEIGHT, States
 from interlace.dist.peers import Peers
+from interlace.errors import InterlaceError
 from interlace.train import batch as batches
 from interlace.train import generators
 from interlace.train.materialize import Slot, module_seed, replaced, slots_of
@@ -71,24 +76,35 @@ def default_loss(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-def named_outputs(result: Any) -> dict[str, Tensor]:
-    """The outputs of a loss function by name, the loss first; the same names as in compiled mode."""
-    if isinstance(result, dict):
-        return {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
-    if isinstance(result, (tuple, list)):
-        return {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
-    return {"loss": result}
-
-
-def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+def _gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By backward(), as users have it: what runs in it, reentrant checkpoints say, may not know torch.autograd.grad."""
     loss.backward()
-    found = with_left([None] * len(leaves), leaves)
-    return [g if g is None or g.layout == torch.strided else g.to_dense() for g in found]
+    found = zip(leaves, with_left([None] * len(leaves), list(leaves.values())), strict=True)
+    return {name: g if g.layout == torch.strided else g.to_dense() for name, g in found if g is not None}
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What a model puts in the place of a buffer or tensor attribute goes into the buffer, which is a state of the trainer."""
+    places = [
+        (table, name, t) for module in model.modules() for table in (module._buffers, vars(module)) for name, t in table.items()
+        if isinstance(t, Tensor)
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for table, name, t in places:
+            now = table.get(name)
+            if isinstance(now, Tensor) and now is not t and (now.shape, now.dtype) == (t.shape, t.dtype):
+                with torch.no_grad():
+                    t.copy_(now)
+                table[name] = t
 
 
 class EagerRunner:
-    """Stands where the executor stands: step() takes micro-batches as the user made them."""
+    """Stands where the executor stands: step() takes micro-batches as the user made them.
+
+    `used`: the parameters that had a gradient in the last step; any of `gradients` may have none in some step (unused.py)."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, executor: Any, states: States, peers: Peers,
@@ -98,6 +114,11 @@ class EagerRunner:
         self.executor, self.states, self.peers = executor, states, peers
         self.gradients = [name.removeprefix("grad of ") for name in inputs]
         self.seed, self.rng = seed, rng
+        self.used: set[str] = set()
+        self._writes: set[str] = set()  # parameters that the model writes while it runs
+
+    def sometimes_in(self, program: str) -> set[str]:
+        return set(self.gradients)
 
     @contextmanager
     def installed(self) -> Iterator[dict[str, Tensor]]:
@@ -127,29 +148,51 @@ class EagerRunner:
     def step(self, micro_batches: list[Any], hyper: list[list[float]], step: int) -> dict[str, Any]:
         outputs: dict[str, list[Tensor]] = {}
         gradients: list[list[Tensor]] = []
-        with self.installed() as leaves:
-            wanted = [leaves[name] for name in self.gradients]
+        with self.installed() as leaves, _buffers_kept(self.model):
+            begin = {name: t.data_ptr() for name, t in leaves.items()}
             for i, part in enumerate(micro_batches):
                 with self._generator(step, i):
-                    named = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))
-                    found = _gradients(named["loss"], wanted)
+                    named = outputs_of(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))
+                    found = _gradients(named["loss"], leaves)
                 for name, value in named.items():
                     outputs.setdefault(name, []).append(value.detach())
-                gradients.append([torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)])
+                gradients.append([found[name] if name in found else torch.zeros_like(leaves[name]) for name in self.gradients])
+                self.used.update(found)
+            for name, t in leaves.items():
+                if name in self._writes or t.data_ptr() != begin[name]:  # p.data = ..., say
+                    self.states.fill_from(name, WEIGHT, t.detach())
+        if late := self.used.difference(self.gradients):
+            raise InterlaceError(
+                f"parameter '{min(late)}' has a gradient at step {step}, and had none on the example batch that was compiled for; give "
+                'interlace.compile a batch that uses it, or take fullgraph=False in place of mode="eager"'
+            )
         result = self.executor.step(gradients, hyper, step)
         finite = result["finite"] and all(math.isfinite(v.item()) for v in outputs["loss"])
         return {**result, "outputs": outputs, "finite": finite}
 
     def used_parameters(self, micro_batch: Any) -> list[str]:
-        """The parameters that get a gradient, found by one run whose effects are taken back."""
-        saved = [(b, b.detach().clone()) for b in self.model.buffers()]
-        with self.installed() as leaves, generators.forked(self.peers.device), self._generator(0, 0):
-            loss = named_outputs(self.loss_fn(self.model, batches.to_device(micro_batch, self.peers.device)))["loss"]
-            wanted = [leaves[n] for n in self.gradients]
-            found = _gradients(loss, wanted)
-        for buffer, value in saved:
-            buffer.copy_(value)
-        return [name for name, g in zip(self.gradients, found, strict=True) if g is not None]
+        """The parameters that get a gradient, found by one run whose effects are taken back. Error: on several ranks, a model that writes
+        its parameters."""
+        saved = [(b, b.detach(), b.detach().clone()) for b in tensors_of(self.model, self.model)[1].values()]
+        watch = Watch(self.model, self.loss_fn)
+        try:
+            with self.installed() as leaves, generators.forked(self.peers.device), kept_generators(), self._generator(0, 0):
+                writes = Writes(leaves)
+                try:
+                    with writes:
+                        loss = outputs_of(self.loss_fn(self.model, batches.to_device(micro_batch, self.peers.device)))["loss"]
+                        found = _gradients(loss, leaves)
+                finally:
+                    writes.restore()
+        finally:
+            watch.restore()
+            for buffer, alias, value in saved:
+                buffer.data = alias
+                buffer.copy_(value)
+        self._writes = set(writes.by)
+        if self._writes and self.peers.size > 1:
+            refuse_writes({name: leaves[name].requires_grad for name in writes.by}, writes.by)
+        return [name for name in self.gradients if name in found]
 
     def find_nonfinite(self, micro_batches: list[Any], step: int) -> str | None:
         """The innermost module whose output is first not finite, or the parameter whose gradient is."""
@@ -167,14 +210,13 @@ class EagerRunner:
         saved = [(b, b.detach().clone()) for b in self.model.buffers()]
         try:
             with self.installed() as leaves:
-                wanted = [leaves[name] for name in self.gradients]
                 for i, part in enumerate(micro_batches):
                     with self._generator(step, i):
-                        loss = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))["loss"]
-                        found = _gradients(loss, wanted)
+                        loss = outputs_of(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))["loss"]
+                        found = _gradients(loss, leaves)
                     if not culprit and not torch.isfinite(loss):
                         culprit.append("every module's output is finite: the loss function makes the first such value")
-                    bad = [n for n, g in zip(self.gradients, found, strict=True) if g is not None and not torch.isfinite(g).all()]
+                    bad = [n for n, g in found.items() if not torch.isfinite(g).all()]
                     if not culprit and bad:
                         culprit.append(f"the loss is finite, the gradient of '{bad[-1]}' is not")
         finally:

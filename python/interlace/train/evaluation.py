@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from interlace.capture.inputs import InputSpec
+from interlace.capture.loss import outputs_of
 from interlace.capture.ways import other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner, check_stages
@@ -28,7 +29,7 @@ from interlace.config.schedule import for_stage, items, pass_name
 from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.train import batch as batches
 from interlace.train.batch import describe
-from interlace.train.eager import EagerRunner, default_loss, named_outputs
+from interlace.train.eager import EagerRunner, default_loss
 from interlace.train.run import Run, gathered
 
 Tensor = torch.Tensor
@@ -173,7 +174,7 @@ class Evaluation:
     def _run_eager(self, runner: EagerRunner, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor]:
         with runner.installed(), in_eval_mode(self.run.model), torch.no_grad():
             result = (loss_fn or default_loss)(self.run.model, batches.to_device(batch, self.run.peers.device))
-            return {name: value.detach().clone() for name, value in named_outputs(result).items()}
+            return {name: value.detach().clone() for name, value in outputs_of(result).items()}
 
 
 class _Ready:

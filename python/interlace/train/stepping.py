@@ -29,7 +29,7 @@ class Stepping:
         self._run, self._loop, self._diagnosis, self._frozen = run, loop, diagnosis, frozen
         self._follow = follow
         self._traced = self._compared = False
-        self._unused = Unused(run) if frozen is not None else None
+        self._unused = Unused(run)
         self._verify = Verify(run)
 
     def step(self, batch: Any) -> Tensor:
@@ -62,8 +62,7 @@ class Stepping:
         if run.save is not None:
             run.save.before_step(run.runner)
         with run.peers.guard(), run.determinism():
-            if self._unused is not None:
-                self._unused.before_step()
+            self._unused.before_step()
             result = run.runner.step(inputs, rows, run.steps)
         if result.get("note"):
             log.warning("steps are given to the device op by op from here on: %s", result["note"])
@@ -76,9 +75,8 @@ class Stepping:
         losses = run.outputs["loss"]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         run.skipped = run.norm is not None and not math.isfinite(run.norm)
-        if self._unused is not None:
-            with run.peers.guard():
-                self._unused.after_step(rows)
+        with run.peers.guard():
+            self._unused.after_step(rows)
         if self._follow is not None:
             self._follow.after_step()
         run.loss_scale.after_step(not run.skipped)

@@ -1,5 +1,5 @@
 """Parameters that got no gradient in a step, because the opaque module that has them did not use them, or the model went another way
-(`meta unused`): as in torch.optim they stay as they are, with their moments, and their own count of steps does not go on.
+(`meta unused`, mode="eager"): as in torch.optim they stay as they are, with their moments, and their own count of steps does not go on.
 
 The program gives them zeros and updates them like all others. So what this rank holds of those that may go unused is kept over a step
 and put back; what went unused for the first time is computed back, from a step whose gradient is known to be zero.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,12 +28,12 @@ class Unused:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.table = run.programs.opaque
+        self.table: Any = run.runner if run.config.mode == "eager" else run.programs.opaque
         self._doubtful: set[str] | None = None  # kept over each step; in the first one, all
         self._kept: dict[str, Kept] = {}
         self._of, self._some = "", list[str]()  # a program, and the names of what may go unused in it or went unused before
         self._other_way: set[str] = set()  # of this program, what goes unused in every step
-        self._sometimes: set[str] = set()  # what opaque modules of it decide
+        self._sometimes: set[str] = set()  # what opaque modules of it decide, or the user's own Python
 
     def _names(self) -> list[str]:
         if self._of is not self.run.program:
