@@ -292,36 +292,6 @@ int64_t LeastOfRandomSchedules(const Program& base, uint64_t seed) {
   return least;
 }
 
-// A limit between a program's peak with gradients as values and that with states is met as the program will run.
-TEST(Search, GradientsThatWillBeNoStates) {
-  int between = 0;
-  for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    testing::RandomProgramOptions options;
-    options.seed = seed;
-    options.layers = 4;
-    const Program captured = testing::RandomProgram(options);
-    const auto search = [&](const std::string& more) {
-      Program program = captured.Clone();
-      Result<std::vector<PassCall>> calls =
-          ParsePipeline("canonicalize,shard(ranks=1),update,search(recompute=none,evaluations=4" + more + ")");
-      EXPECT_TRUE(calls.ok()) << ErrorOf(calls);
-      const Result<std::vector<PassReport>> done = RunPasses(program, *calls);
-      return std::pair{done.ok(), std::move(program)};
-    };
-    PassCosts costs = Costs(captured);
-    const int64_t states = Predict(search("").second, costs)->bytes;
-    costs.transient = true;
-    const int64_t values = Predict(search("").second, costs)->bytes;
-    EXPECT_LE(values, states);
-    const std::string limit = ",limit=" + std::to_string(states - 1);
-    if (!search(limit + ",transient=true").first) continue;
-    ++between;
-    EXPECT_FALSE(search(limit).first);
-  }
-  EXPECT_GT(between, 0);
-}
-
 // No schedule is smaller than the smallest that the search finds, and a limit of that size is met.
 TEST(Search, MeetsALimitThatSomeScheduleMeets) {
   int below_heuristics = 0;

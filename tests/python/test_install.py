@@ -130,3 +130,11 @@ def test_the_version_stands_in_one_place():
         lines = [line for line in file.read_text().splitlines() if told.search(line) and '"""' not in line]
         assert not lines or file.name == "version.py", f"{file}: {lines}"
     assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_which_torch_it_was_built_against_is_no_file_of_the_sources():
+    """An installation without its runtime would say that it had been built against some torch."""
+    done = subprocess.run(["git", "ls-files", "python/interlace"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no checkout")
+    assert "interlace/errors.py" in done.stdout and "built_with.txt" not in done.stdout
