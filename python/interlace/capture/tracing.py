@@ -83,7 +83,9 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
 
     # Users hold references to checkpoint() itself, so what it calls is replaced.
     patch(module.CheckpointFunction, "apply", lambda function, preserve, *args: function(*args))
-    patch(module, "_checkpoint_without_reentrant_generator", _plain_generator)
+    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):  # before torch 2.14, and since
+        if hasattr(module, name):
+            patch(module, name, _plain_generator)
     for m in flags:
         m.gradient_checkpointing = False  # type: ignore[assignment]
     try:

@@ -20,7 +20,7 @@ import torch
 
 from interlace.regions.body import Func, empty_of, function_of
 
-TESTED = ("2.11", "2.12", "2.13")  # versions of torch whose code generation the tests have run with
+TESTED = ("2.11", "2.12", "2.13", "2.14")  # versions of torch whose code generation the tests have run with
 ALIGNMENT = 64  # bytes, of parts of a workspace
 UNNEEDED = ("LineContext", "EnterDeviceContextManagerLine", "ExitDeviceContextManagerLine")  # of a wrapper's lines, by class
 
