@@ -47,6 +47,7 @@ class Captures:
         self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
         self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
         self.trained: set[str] = set()  # parameters that had a gradient in some program; in others they have zeros (`meta unused`)
+        self.grows = True  # until there is a program: buffers may get other sizes, which rank 0's constants tell the others
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
@@ -112,9 +113,9 @@ class Captures:
         captured = capture(
             self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph, rng_mode=self.config.rng,
             casts=casts, watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
-            trained=self.trained,
+            trained=self.trained, grows=self.grows,
         )  # fmt: skip
-        own = {t.name for t in collect(self.model)}
+        own = {t.name for t in collect(self.model)}.difference(captured.grown)
         return captured, *_by_content(captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own})
 
     def traced(self, micro_batch: Any) -> tuple[str, list[OpaqueCall]]:
