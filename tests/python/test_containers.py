@@ -1,12 +1,15 @@
-"""Tensors that models keep in lists, dicts and tuples, and layers whose input is the batch itself: as eager PyTorch, in double precision."""
+"""Tensors that models keep in lists, dicts and tuples, tables that they make when they first run, layers whose input is the batch itself: as
+eager PyTorch, in double precision."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from test_odd_models import STEPS, batch_of, loss_of
 from torch import nn
@@ -106,3 +109,53 @@ def test_a_list_that_two_modules_hold() -> None:
     first = model.seen[0]
     as_eager(model)
     assert model.seen is model.inner.seen and model.seen[0] is first
+
+
+class Positions(nn.Module):
+    """Makes its table when it first sees how long a batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.seen = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] < len(x):
+            self.table = torch.arange(len(x), dtype=x.dtype)[:, None].cos()
+        self.seen += 1
+        return self.head(x * self.table[: len(x)]) * self.seen
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_table_that_the_first_run_makes(fullgraph: bool) -> None:
+    model = Positions().double()
+    as_eager(model, fullgraph=fullgraph)
+    assert model.table.shape == (4, 1)
+
+
+def losses(folder: str) -> list[float]:
+    """Of the same batches on every rank."""
+    torch.manual_seed(0)
+    model = Positions().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(schedule=[], cache=folder)) as trainer:
+        assert model.table.shape == (4, 1)
+        return [trainer.step(batch_of(step)).item() for step in range(STEPS)]
+
+
+def test_a_table_on_every_rank(tmp_path: Path) -> None:
+    expected = losses(str(tmp_path / "alone"))
+    for _ in range(2):  # the second time its text is found in the cache
+        for found in ranks.run(losses, 2, str(tmp_path / "two")):
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_table_that_grows_later_is_named() -> None:
+    model = Positions().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(cache="off")) as trainer:
+        longer = {name: torch.cat([t, t]) for name, t in batch_of(1).items()}
+        with pytest.raises(interlace.InterlaceError, match=r"'table' is a tensor of shape \(4, 1\) and the model puts one of shape \(8, 1\)"):
+            trainer.step(longer)
+        assert trainer.step(batch_of(1)) > 0

@@ -49,6 +49,12 @@ def branching(step: int, rank: int) -> dict[str, Any]:
     return {**tokens(0, 10 * step + rank), "weight": 1.0 + 0.1 * step, "power": float(step)}
 
 
+def named(step: int, rank: int) -> dict[str, Any]:
+    """Names that nobody reads, more from step to step, beside other sizes; each rank has its own."""
+    names = [f"{rank} {step} {i}" for i in range(1 + step)]
+    return {**tokens(step, rank), "names": names, "id": 10 * step + rank, "power": 0.0}
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +103,7 @@ def train(batch: Callable[[int, int], Any], **config: Any) -> tuple[list[float],
 
 
 # The forms are captured so often; 5 tokens come again.
-TIMES = {tokens: 2, masked: 1, several: 2, weighed: 2, branching: 3}
+TIMES = {tokens: 2, masked: 1, several: 2, weighed: 1, branching: 3, named: 2}
 
 
 @pytest.mark.parametrize("batch", list(TIMES), ids=lambda f: f.__name__)
@@ -109,7 +115,7 @@ def test_one_rank(batch: Callable[[int, int], Any]) -> None:
 
 
 def test_two_ranks() -> None:
-    for batch in (tokens, weighed):
+    for batch in (tokens, weighed, named):
         for losses, expected, far, said in ranks.run(train, 2, batch, strategy="shard"):
             assert losses == pytest.approx(expected, rel=1e-12)
             assert far < 1e-12
@@ -146,6 +152,26 @@ def test_the_users_own_python_takes_any_form() -> None:
         losses, expected, far, said = train(batch, mode="eager")
         assert losses == pytest.approx(expected, rel=1e-12)
         assert far < 1e-12 and said == []
+
+
+@pytest.mark.parametrize("read", [{"task": ["a", "b"]}, {"words": [["a b"], ["c d"]]}], ids=["branch", "tokens"])
+def test_texts_that_are_read_stay_as_they_were(read: dict[str, list[Any]]) -> None:
+    (name, values) = next(iter(read.items()))
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        if name == "task":
+            return loss_fn(model, batch) * (1.0 if batch["task"] == "a" else 2.0)
+        return loss_fn(model, {**batch, "x": torch.tensor([[ord(c) % 9 for c in text.ljust(99)] for text in batch["words"]] * 4)})
+
+    model = Net()
+    batch = {**tokens(0, 0), "file": "0"}
+    with interlace.compile(
+        model, torch.optim.AdamW(model.parameters()), loss, {**batch, name: values[0]}, interlace.Config(schedule=[], cache="off")
+    ) as trainer:
+        trainer.step({**batch, "file": "1", name: values[0]})
+        with pytest.raises(InterlaceError, match=rf"batch entry '{name}[.0]*' was the constant '.*' when compiled and is '.*' now"):
+            trainer.step({**batch, "file": "2", name: values[1]})
+        assert trainer.evaluate({**batch, "file": "3", name: values[0]})["loss"] > 0
 
 
 def test_a_parameter_is_frozen_when_another_form_comes() -> None:

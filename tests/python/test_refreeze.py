@@ -163,6 +163,17 @@ def test_a_parameter_that_joins_a_group_late_is_refused() -> None:
         trainer.step(zoo.tokens(2, 0))
 
 
+def test_a_group_that_is_added_late_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    opt = torch.optim.AdamW(model[1].parameters())
+    with interlace.compile(model, opt, lambda m, b: m(b).mean(), torch.ones(2, 4), interlace.Config(schedule=[])) as trainer:
+        model[0].requires_grad_(True)
+        opt.add_param_group({"params": model[0].parameters()})
+        with pytest.raises(interlace.InterlaceError, match="had 1 parameter groups when compiled and has 2 now; compile again"):
+            trainer.step(torch.ones(2, 4))
+
+
 def test_a_checkpoint_with_a_frozen_parameter(tmp_path: Path) -> None:
     """Loaded into a trainer whose model freezes it now, though its program still trains it; and refused where it is to train."""
 

@@ -30,6 +30,11 @@ def path_name(path: Path) -> str:
     return ".".join(str(p) for p in path) or "batch"
 
 
+def family(path: Path) -> str:
+    """The name without positions: what lists hold belongs together."""
+    return ".".join(str(p) for p in path if type(p) is not int)
+
+
 def _children(x: Any, objects: bool = True) -> list[tuple[Any, Any]] | None:
     """(key, child) pairs of a container, or None for a leaf. `objects`: those with tensors as attributes are containers."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):  # Hugging Face's results are mappings too, without their None fields
@@ -107,10 +112,15 @@ class InputTensor:
 
 @dataclasses.dataclass(frozen=True)
 class InputSpec:
-    """The tensors of a micro-batch in input order, and the constants that were compiled in."""
+    """The tensors of a micro-batch in input order, and the constants that were compiled in. `free`: families of those that nobody reads."""
 
     tensors: tuple[InputTensor, ...]
     constants: tuple[tuple[Path, Any], ...]
+    free: frozenset[str] = frozenset()
+
+    def fixed(self) -> list[tuple[Path, Any]]:
+        """The constants that the program depends on."""
+        return [(path, x) for path, x in self.constants if family(path) not in self.free] if self.free else list(self.constants)
 
     @staticmethod
     def of(batch: Any) -> InputSpec:
@@ -137,7 +147,7 @@ class InputSpec:
 
     def with_shapes(self, shapes: list[tuple[int | str, ...]]) -> InputSpec:
         new = tuple(dataclasses.replace(t, shape=s) for t, s in zip(self.tensors, shapes, strict=True))
-        return InputSpec(new, self.constants)
+        return InputSpec(new, self.constants, self.free)
 
     def flatten(self, batch: Any, binding: Mapping[str, int] | None = None) -> list[torch.Tensor]:
         """The tensors of a micro-batch in input order.
@@ -164,16 +174,17 @@ class InputSpec:
                     )
                 raise CaptureError(f"batch entry '{t.name}' is {got}, but the program was compiled for {t.describe()}; {advice}")
             out.append(x)
-        for path, value in self.constants:
+        for path, value in self.fixed():
             if path not in found:
                 raise CaptureError(f"batch entry '{path_name(path)}' is missing; it was {value!r} when compiled")
             got = found.pop(path)
-            if type(got) is not type(value) or got != value:
+            if got is not value and (type(got) is not type(value) or got != value):
                 raise CaptureError(
                     f"batch entry '{path_name(path)}' was the constant {value!r} when compiled and is {got!r} now; "
-                    + ("leave it out of what the step gets" if isinstance(got, str) else "make it a tensor")
+                    + ('leave it out of what the step gets, or take mode="eager",' if isinstance(got, str) else "make it a tensor")
                     + " if it changes, or compile again"
                 )
+        found = {path: x for path, x in found.items() if isinstance(x, torch.Tensor) or family(path) not in self.free} if self.free else found
         if found:
             name = path_name(next(iter(found)))
             raise CaptureError(f"batch entry '{name}' is new; the program was compiled for {self._names()}")

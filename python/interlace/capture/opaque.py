@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture.effects import draws, generators, kept_draws, kept_generators
+from interlace.capture.effects import draws, generators
 from interlace.capture.inputs import Path, leaves, rebuild
-from interlace.capture.model_tensors import device_type, swapped, tensors_of
+from interlace.capture.model_tensors import device_type, tensors_of
+from interlace.capture.real_run import Resized, resized, run_for_real
 from interlace.capture.recorder import Recorder
 from interlace.capture.watch import Watch, plain
-from interlace.capture.writes import Writes, refuse_writes
+from interlace.capture.writes import Writes
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -180,20 +181,9 @@ def learn_calls(
             "in memory, or change the module"
         )
     calls: dict[str, list[OpaqueCall]] = {path: [] for path in paths}
-    own, buffers = tensors_of(model, model)
-    saved = [(b, b.detach(), b.clone()) for b in buffers.values() if not b.is_meta]
-    writes = Writes({n: p if values is None else values.get(id(p), p) for n, p in own.items()})
-    watch = Watch(model, loss_fn)
-    run = loss_fn
-    device = device_type(values.values() if values else own.values())
-    batch = rebuild(batch, {p: x.to(device) for p, x in leaves(batch) if isinstance(x, Tensor) and x.device.type != device})
-    with contextlib.ExitStack() as stack:
-        stack.callback(watch.restore)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(kept_draws(device))
-        stack.enter_context(kept_generators())
-        if values is not None:
-            stack.enter_context(swapped(model, {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}))
+
+    def prepare(stack: contextlib.ExitStack) -> Callable[[nn.Module, Any], Any]:
+        run = loss_fn
         for path, why in paths.items():
             if path == LOSS:
                 whole = Whole(model, loss_fn)
@@ -203,19 +193,9 @@ def learn_calls(
                 run = _running_tail(loss_fn, why, calls[path])
             else:
                 stack.enter_context(_noting(model.get_submodule(path), path, why, calls[path], model))
-        try:
-            with writes:
-                run(model, batch)
-        except CaptureError:
-            raise
-        except Exception as e:
-            raise CaptureError(f"the model fails on the example batch: {type(e).__name__}: {e}") from e
-        finally:
-            writes.restore()
-            for b, alias, old in saved:
-                b.data = alias
-                b.copy_(old)
-    refuse_writes({name: own[name].requires_grad for name in writes.by}, writes.by)
+        return run
+
+    run_for_real(model, loss_fn, batch, values, prepare)
     return calls
 
 
@@ -254,6 +234,9 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
         with writes:
             result = forward(*args, **kwargs)
         after = tensors_of(module, model)[1]
+        for n, b in after.items():
+            if n in buffers and Meta.of(b) != Meta.of(buffers[n]):
+                raise Resized(resized(n, buffers[n], b))
         hidden = [p for p, _ in _hiding(result)]
         if hidden and not root:
             raise Unfit(path, f"module '{path}' gives an object with tensors in it")

@@ -20,6 +20,7 @@ from interlace.capture.loss import LossForm
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
+from interlace.capture.real_run import Resized, grow
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
@@ -49,6 +50,7 @@ class Captured:
     num_ops: int
     seconds: float
     ways: list[Way]  # what Python has read of the example batch
+    grown: list[str]  # buffers that have got another size
 
 
 def capture(
@@ -56,7 +58,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
     fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS, numbers: Collection[str] = (),
     watch: Watch | None = None, values: Mapping[int, Tensor] | None = None, undecided: Collection[str] = (),
-    trained: Collection[str] = (),
+    trained: Collection[str] = (), grows: bool = False,
 ) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -70,6 +72,8 @@ def capture(
     `values`: of parameters on meta, by their ids, for the real run that opaque modules are learnt from. `undecided`: places ("net.py:12")
     where Python may not read the example batch. `trained`: parameters, by name, that are trained with a gradient of zeros where the loss does
     not depend on them; the text says so in a line `meta unused`, and whoever runs it leaves them as they were.
+
+    With `grows`, buffers and tensor attributes that the model makes in another size when it first runs get that size in the model (`grown`).
 
     Where Python branches on the batch the program is that of the example, and holds for batches that take the same ways (`ways`, see
     ways.py): whoever runs it looks.
@@ -88,13 +92,16 @@ def capture(
     with without_collection():
         loss_fn = loss_fn or _default_loss
         watch = watch or Watch(model, loss_fn)
-        trace = None
+        trace, grown = None, list[str]()
         while trace is None:
             try:
                 trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
             except FrozenWritten as e:
                 count_as_buffers(model, e.names)
                 tensors = collect(model)
+            except Resized:
+                if not grows or grown or not (grown := grow(model, tensors, loss_fn, batch)):
+                    raise
         text = trace.text(groups, micro_batches, rng_mode)
     params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
     # What modules give is of the trace alone; its classes need not be known to other ranks.
@@ -106,7 +113,7 @@ def capture(
         aliases={a: t.name for t in trace.tensors for a in t.aliases}, outputs=list(trace.outputs),
         opaque=list(trace.opaque_calls), opaque_calls=opaque_calls,
         sometimes=only_in(opaque_calls, params, trace.recorder.lines) if opaque_calls else [],
-        num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=trace.ways.read,
+        num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=trace.ways.read, grown=grown,
     )  # fmt: skip
 
 
@@ -160,7 +167,7 @@ def _whole(
             _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
-        except FrozenWritten:
+        except (FrozenWritten, Resized):
             raise
         except CaptureError as e:
             path = found.sites.failed

@@ -25,6 +25,7 @@ from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.loss import LossForm, outputs_of
 from interlace.capture.model_tensors import ModelTensor, device_type, in_memory_order, make_fake, swapped
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn
+from interlace.capture.real_run import Resized, resized
 from interlace.capture.recorder import Recorder
 from interlace.capture.sites import OUTSIDE, Sites, user_place
 from interlace.capture.symbols import make_symbols
@@ -241,10 +242,7 @@ class Trace:
 
     def _assign(self, t: ModelTensor, new: Tensor, where: str) -> None:
         if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):
-            raise CaptureError(
-                f"{where} is a tensor of shape {tuple(t.real.shape)} and the model puts one of shape {tuple(new.shape)} in its "
-                "place while it runs; a program keeps its size (where only its first run does so, let it run once before interlace.compile)"
-            )
+            raise Resized(resized(where, t.real, new))
         self.recorder.mark("assign", f"%{self.ids[id(t)]}", f"%{self.recorder.value_of(new)}")
         self._assigned.add(id(t))
 
@@ -311,7 +309,7 @@ class Trace:
             place = user_place(e.__traceback__)
             if not place:
                 raise
-            kind = type(e) if type(e) in (CalledOtherwise, LossForm) else CaptureError
+            kind = type(e) if type(e) in (CalledOtherwise, LossForm, Resized) else CaptureError
             raise kind(f"{place}: {e}{self.module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
             place = user_place(e.__traceback__) or what

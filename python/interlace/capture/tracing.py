@@ -202,7 +202,10 @@ def without_backward(under_way: Callable[[], bool]) -> Iterator[None]:
     def refused(*args: Any, **kwargs: Any) -> None:
         if under_way():
             return backward(*args, **kwargs)
-        raise LossForm("the loss function calls backward(); return the loss alone, a step makes the gradients of what it returns")
+        raise LossForm(
+            "the loss function calls backward(); return the loss alone, a step makes the gradients of what it returns (those of something "
+            "else in between are torch.autograd.grad's)"
+        )
 
     torch.autograd.backward = refused  # type: ignore[assignment]
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture import Casts, InputSpec, OpaqueCall, capture
+from interlace.capture import Captured, Casts, InputSpec, OpaqueCall, capture
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
@@ -47,6 +47,7 @@ class Captures:
         self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
         self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
         self.trained: set[str] = set()  # parameters that had a gradient in some program; in others they have zeros (`meta unused`)
+        self.grows = True  # until there is a program: buffers may get other sizes, which rank 0's constants tell the others
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
@@ -98,21 +99,29 @@ class Captures:
                 break
             watch = Watch(self.model, self.loss_fn)
             with reads_of(holders) as read:
-                captured = capture(
-                    self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
-                    rng_mode=self.config.rng, casts=Casts.named(
-                        self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale)
-                    ), watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided, trained=self.trained,
-                )  # fmt: skip
+                captured, text, constants = self._captured(micro_batch, watch)
             drops = [(place, p) for place, p in drops if place not in holders or place in read]
-            own = {t.name for t in collect(self.model)}
-            constants = {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
-            text, constants = _by_content(captured.text, constants)
             text = self._named(text, captured.opaque_calls)
             if captured.opaque_calls:
                 self.programs.learnt = (captured.opaque_calls, captured.sometimes)
             cache.put("capture", key, {"text": text, "drops": drops, "ways": captured.ways}, constants)
         return text, constants
+
+    def _captured(self, micro_batch: Any, watch: Watch) -> tuple[Captured, str, dict[str, Tensor]]:
+        """A capture, its text and the tensors of the trace by what they hold."""
+        casts = Casts.named(self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale))
+        captured = capture(
+            self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph, rng_mode=self.config.rng,
+            casts=casts, watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
+            trained=self.trained, grows=self.grows,
+        )  # fmt: skip
+        own = {t.name for t in collect(self.model)}.difference(captured.grown)
+        return captured, *_by_content(captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own})
+
+    def traced(self, micro_batch: Any) -> tuple[str, list[OpaqueCall]]:
+        """What a trace finds, whatever was found before."""
+        captured, text, _ = self._captured(micro_batch, Watch(self.model, self.loss_fn))
+        return text, captured.opaque_calls
 
     def _named(self, text: str, calls: list[OpaqueCall]) -> str:
         """The text with names of opaque calls that no other call of this run has."""

@@ -120,6 +120,10 @@ class _Build:
         shapes = self._open_shapes()
         source = self._source(None)
         built = self._built(source)
+        self.captures.grows = False
+        for t in self.tensors:
+            if t.kind != "param" and t.name in source.constants:  # which has another size there
+                t.real.data = source.constants[t.name].to(t.real.device)
         self._name_buffers(built)
         self._fill_parameters(built.states)
         buffers = self._fill_buffers(built)

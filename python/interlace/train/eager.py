@@ -23,7 +23,7 @@ from interlace.capture.effects import kept_generators
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.literals import quote
 from interlace.capture.loss import outputs_of
-from interlace.capture.model_tensors import ModelTensor, flat_weights_kept, tensors_of
+from interlace.capture.model_tensors import ModelTensor, collect, flat_weights_kept
 from interlace.capture.tracing import with_left
 from interlace.capture.watch import Watch
 from interlace.capture.writes import Writes, refuse_writes
@@ -173,7 +173,7 @@ class EagerRunner:
     def used_parameters(self, micro_batch: Any) -> list[str]:
         """The parameters that get a gradient, found by one run whose effects are taken back. Error: on several ranks, a model that writes
         its parameters."""
-        saved = [(b, b.detach(), b.detach().clone()) for b in tensors_of(self.model, self.model)[1].values()]
+        saved = [(t.real, t.real.detach(), t.real.detach().clone()) for t in collect(self.model) if t.kind != "param"]
         watch = Watch(self.model, self.loss_fn)
         try:
             with self.installed() as leaves, generators.forked(self.peers.device), kept_generators(), self._generator(0, 0):

@@ -13,6 +13,7 @@ States that lie in the tier between steps stay there while forward does not need
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,12 +73,12 @@ class Evaluation:
         loss_fn = loss_fn or self.captures.loss_fn
         if isinstance(run.runner, EagerRunner):
             return self._run_eager(run.runner, batch, loss_fn)
-        spec = InputSpec.of(batch)
+        spec = dataclasses.replace(InputSpec.of(batch), free=run.spec.free)
         self._agree(spec)
         trainable = tuple(p.requires_grad for p in run.model.parameters())
         out = tuple(state_name(s) for s in run.ir.states() if s["out"])
         tensors = tuple((t.name, t.dtype, t.shape) for t in spec.tensors)
-        key = (id(loss_fn), trainable, out, tensors, repr(dict(spec.constants)))
+        key = (id(loss_fn), trainable, out, tensors, repr(spec.fixed()))
         inputs = batches.flatten(spec, [batch], run.peers.device)
         kept = self._built.setdefault(key, [])
         while (ready := self._fitting(kept, inputs)) is None:

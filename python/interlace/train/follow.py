@@ -9,7 +9,7 @@ So are the ways that the model takes with a batch (capture/ways.py): a batch tha
 first met. What differs too often, or between ranks or micro-batches, is no way any more: what reads it cannot be captured then.
 
 So is the form of a batch: other sizes, None where there was a tensor, another number beside the tensors. A float that changes becomes an
-input of the program, where the model lets a tensor stand for it.
+input of the program, where the model lets a tensor stand for it. Texts and numbers that nobody reads may be any (capture/unread.py).
 
 Requires_grad is followed beside it (refreeze.py), learning rates and the like by reading them at each step (hyper.py).
 """
@@ -32,6 +32,7 @@ from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.model_tensors import ModelTensor, collect
 from interlace.capture.opaque import LOSS, TAIL
 from interlace.capture.reach import MISSING
+from interlace.capture.unread import moved, unread
 from interlace.capture.watch import Change, Watch, describe
 from interlace.capture.ways import Way, other_way, ways_of
 from interlace.compiling.captures import Captures
@@ -49,6 +50,7 @@ log = logging.getLogger("interlace")
 Tensor = torch.Tensor
 KEPT = 8  # programs of other states of the model
 MANY_FORMS = 4  # of a batch, when another way is said
+SIZES = "give all ranks the same sizes, or declare those that there are with Config(shapes=...) and what fills them up with pad=..."
 NUMBERS = 2  # times that a number or size of another value is worth a capture
 
 
@@ -64,7 +66,7 @@ class Form:
 def _alike(before: InputSpec, after: InputSpec) -> bool:
     """Whether batches of both forms may be one loop's: sizes, lengths of lists and numbers may differ, and None stand for a tensor. Entries
     that are missing or new, another dtype or another string are mistakes more often."""
-    was, now = ({**{t.path: t.dtype for t in spec.tensors}, **dict(spec.constants)} for spec in (before, after))
+    was, now = ({**{t.path: t.dtype for t in spec.tensors}, **dict(spec.fixed())} for spec in (before, after))
     if {path for path in was if not any(type(p) is int for p in path)} ^ {path for path in now if not any(type(p) is int for p in path)}:
         return False
     for path in was.keys() & now.keys():
@@ -97,6 +99,7 @@ class Follow:
         self._marks = b""  # and theirs
         self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
         self._inputs: set[Path] = set()  # floats of a micro-batch that are inputs of the program
+        self._read: set[str] = set()  # families of texts and numbers beside the tensors that the program depends on
         self._forms = 0  # that were captured
         self._look()
 
@@ -156,9 +159,16 @@ class Follow:
             spec, *others = (InputSpec.of(part) for part in parts)
         except CaptureError:
             raise error from None
-        if not _alike(run.spec, spec) or any(other != spec for other in others):
+        self._free(spec, parts[0], error)
+        try:
+            run.inputs(batch)
+            return batch
+        except CaptureError as e:
+            error = e
+        spec, *others = (dataclasses.replace(s, free=run.spec.free) for s in (spec, *others))
+        if not _alike(run.spec, spec) or any((other.tensors, other.fixed()) != (spec.tensors, spec.fixed()) for other in others):
             raise error
-        before, after = dict(run.spec.constants), dict(spec.constants)
+        before, after = dict(run.spec.fixed()), dict(spec.fixed())
         changed = {path for path, x in after.items() if type(x) is type(before.get(path)) is float and repr(x) != repr(before[path])}
         self._agree_on_form(spec, error)
         self._forms += 1
@@ -170,20 +180,34 @@ class Follow:
         self.follow(batch, Form(spec, why, frozenset(changed)))
         return self.numbered(batch)
 
-    def _agree_on_form(self, spec: InputSpec, error: CaptureError) -> None:
-        run, peers = self.run, self.run.peers
-        beside = {f"{path_name(path)}, beside the tensors,": repr(value) for path, value in spec.constants}
-        mine = {**batches.describe(spec, run.row_ranks), **beside}
-        advice = "give all ranks the same sizes, or declare those that there are with Config(shapes=...) and what fills them up with pad=..."
+    def _free(self, spec: InputSpec, micro_batch: Any, error: CaptureError) -> None:
+        """Texts and numbers beside the tensors that have changed on some rank and that nobody reads count no more."""
+        run = self.run
+        some = set().union(*self._exchange("what stands beside the tensors", sorted(moved(run.spec, spec) - self._read), error))
+        if not some:
+            return
+        with gathered(run, self.captures):
+            free = unread(micro_batch, some, self.captures.traced) if run.rank == 0 else set()
+        free = set(run.peers.exchange(f"what is read of it before step {run.steps}", sorted(free))[0])
+        self._read |= some - free
+        run.spec = dataclasses.replace(run.spec, free=run.spec.free | free)
+
+    def _exchange(self, what: str, mine: Any, error: CaptureError) -> list[Any]:
+        peers = self.run.peers
         try:
-            everyone = peers.exchange(f"form of the batch before step {run.steps}", mine, run.steps)
+            return peers.exchange(f"{what} before step {self.run.steps}", mine, self.run.steps)
         except PeerError as e:
-            raise PeerError(f"{e}; rank {peers.rank} asked because {str(error).partition(';')[0]}; {advice}", e.rank) from e
+            raise PeerError(f"{e}; rank {peers.rank} asked because {str(error).partition(';')[0]}; {SIZES}", e.rank) from e
+
+    def _agree_on_form(self, spec: InputSpec, error: CaptureError) -> None:
+        run = self.run
+        beside = {f"{path_name(path)}, beside the tensors,": repr(value) for path, value in spec.fixed()}
+        everyone = self._exchange("form of the batch", {**batches.describe(spec, run.row_ranks), **beside}, error)
         found = first_difference(everyone)
         if found is not None:
             other, name, theirs, ours = found
             raise InterlaceError(
-                f"batch entry {name} is {theirs} on {ranks_text(other)} and {ours} on rank 0 before step {run.steps}; {advice}"
+                f"batch entry {name} is {theirs} on {ranks_text(other)} and {ours} on rank 0 before step {run.steps}; {SIZES}"
             )
 
     def _take_assigned(self) -> None:
@@ -355,7 +379,7 @@ class Follow:
             named = {i["name"] for i in run.ir.inputs()}
             self._inputs |= {path for path in form.floats if path_name(path) in named}
         if form is not None or self._inputs:
-            run.spec = InputSpec.of(_numbered(micro_batch, self._inputs))
+            run.spec = dataclasses.replace(InputSpec.of(_numbered(micro_batch, self._inputs)), free=run.spec.free)
         buffers = {b["name"]: b["value"] for b in run.ir.buffers()}
         for t in collect(self.captures.model):
             if t.kind == "plain" and t.name in buffers and not t.real.is_meta:
@@ -401,7 +425,7 @@ class Follow:
     def _key(self, watch: Watch) -> str:
         """Of all that is watched but what programs read from buffers."""
         state = "\n".join(f"{where}={value}" for where, value in watch.state() if where not in self.captures.numbers)
-        state += repr((self.run.spec.tensors, self.run.spec.constants))
+        state += repr((self.run.spec.tensors, self.run.spec.fixed()))
         return hashlib.sha256(state.encode()).hexdigest()
 
 

@@ -70,13 +70,16 @@ class Hyper:
         self._rules: list[Any] = [None if g["rule"] is None else rules[g["rule"]] for g in program.groups()]
         self._forms = [{} if r is None else {lines: i for i, lines in enumerate(_forms_in(r["text"]))} for r in self._rules]
 
-    def values(self) -> list[list[float]]:
-        """One list per group for the step about to run; t counts from 1. Error: groups were added, or a value cannot be run."""
+    def check_groups(self) -> None:
         if len(self.optimizer.param_groups) != self._groups:
             raise InterlaceError(
-                f"the optimizer had {self._groups} parameter groups when compiled and has {len(self.optimizer.param_groups)} now; "
-                "compile again after add_param_group"
+                f"the optimizer had {self._groups} parameter groups when compiled and has {len(self.optimizer.param_groups)} now; compile "
+                "again after add_param_group, or give it all groups before, those that begin later with requires_grad=False"
             )
+
+    def values(self) -> list[list[float]]:
+        """One list per group for the step about to run; t counts from 1. Error: groups were added, or a value cannot be run."""
+        self.check_groups()
         for piloted in self._piloted:
             piloted.step = piloted.pilot.step()
         rows = [self._row(i, group, kind) for i, (group, kind) in enumerate(zip(self.optimizer.param_groups, self._kinds, strict=True))]

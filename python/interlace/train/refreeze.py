@@ -72,6 +72,7 @@ class Frozen:
     def _restart_groups(self, names: list[str]) -> None:
         """New parameters begin at step 1 of the optimizer, as in torch; here a group has one count of steps."""
         run = self.run
+        run.hyper.check_groups()
         trained = {name for (name, _), before in zip(self._parameters, self._flags, strict=True) if before}
         for i in range(len(run.optimizer.param_groups)):
             own = set(run.names_of_group(i))

@@ -1,0 +1,87 @@
+"""One run of the model on real values, whose effects are taken back; and what a model makes in its own size when it first runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.capture.effects import Stored, kept_draws, kept_generators
+from interlace.capture.inputs import leaves, rebuild
+from interlace.capture.model_tensors import ModelTensor, collect, device_type, swapped, tensors_of
+from interlace.capture.watch import Watch
+from interlace.capture.writes import Writes, refuse_writes
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+Run = Callable[[nn.Module, Any], Any]
+
+
+class Resized(CaptureError):
+    """A buffer or tensor attribute that the model puts one of another size in the place of."""
+
+
+def resized(where: str, before: Tensor, after: Tensor) -> str:
+    return (
+        f"{where} is a tensor of shape {tuple(before.shape)} and the model puts one of shape {tuple(after.shape)} in its place while it "
+        "runs; a program keeps its size (where only its first run does so, let it run once before interlace.compile)"
+    )
+
+
+def run_for_real(
+    model: nn.Module, loss_fn: Run, batch: Any, values: Mapping[int, Tensor] | None, prepare: Callable[[contextlib.ExitStack], Run]
+) -> None:  # fmt: skip
+    """Runs what `prepare` gives, once, without gradients; buffers, attributes and generators are afterwards as they were. `values`: of
+    parameters on meta, by their ids. Errors: a model that fails; parameters that it writes."""
+    own = tensors_of(model, model)[0]
+    saved = [(t.real, t.real.detach(), t.real.clone()) for t in collect(model) if t.kind != "param" and not t.real.is_meta]
+    writes = Writes({n: p if values is None else values.get(id(p), p) for n, p in own.items()})
+    watch = Watch(model, loss_fn)
+    device = device_type(values.values() if values else own.values())
+    batch = rebuild(batch, {p: x.to(device) for p, x in leaves(batch) if isinstance(x, Tensor) and x.device.type != device})
+    with contextlib.ExitStack() as stack:
+        stack.callback(watch.restore)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(kept_draws(device))
+        stack.enter_context(kept_generators())
+        if values is not None:
+            stack.enter_context(swapped(model, {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}))
+        run = prepare(stack)
+        try:
+            with writes:
+                run(model, batch)
+        except CaptureError:
+            raise
+        except Exception as e:
+            raise CaptureError(f"the model fails on the example batch: {type(e).__name__}: {e}") from e
+        finally:
+            writes.restore()
+            for b, alias, old in saved:
+                b.data = alias
+                b.copy_(old)
+    refuse_writes({name: own[name].requires_grad for name in writes.by}, writes.by)
+
+
+def grow(model: nn.Module, tensors: list[ModelTensor], loss_fn: Run, batch: Any) -> list[str]:
+    """Gives buffers and tensor attributes the sizes that the model's first run makes them in (tables of positions), as if it had run once;
+    gives their names. All else is as before."""
+    found: dict[int, tuple[ModelTensor, Tensor]] = {}
+
+    def prepare(stack: contextlib.ExitStack) -> Run:
+        stored = Stored(model, {id(t.real): t for t in tensors if t.kind != "param" and not t.real.is_meta})
+
+        def run(model: nn.Module, batch: Any) -> None:
+            loss_fn(model, batch)
+            for t, new, _ in stored.replaced():
+                if new.shape != t.real.shape and new.dtype == t.real.dtype:
+                    found[id(t)] = t, new.detach().clone()
+
+        return run
+
+    run_for_real(model, loss_fn, batch, None, prepare)
+    for t, new in found.values():
+        t.real.data = new
+    return [t.name for t, _ in found.values()]
