@@ -23,7 +23,8 @@ def what_to_install(error: ImportError) -> str | None:
     if name == "torch" and not isinstance(error, ModuleNotFoundError):  # a part of it that it does not have
         import torch
 
-        return f"this needs torch {OLDEST_TORCH} or later, and this is torch {torch.__version__}:\n" + REINSTALL.replace("install", "install -U", 1)
+        newer = REINSTALL.replace("install", "install -U", 1)
+        return f"this needs torch {OLDEST_TORCH} or later, and this is torch {torch.__version__}:\n{newer}"
     if name == "torch":
         return "this needs torch, which is not installed here. Install it, then Interlace against it:\n" + REINSTALL
     if name == "transformers":

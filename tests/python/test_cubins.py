@@ -147,7 +147,8 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
         cuda.cubins(funcs(GATED), "sm_90", tmp_path)
     torchs = ".".join(torch.__version__.split(".")[:2])
     wanted = cuda.TRITON[torchs]
-    assert str(error.value) == f"torch {torchs} makes CUDA kernels with triton {wanted}, and there is no triton here: pip install triton=={wanted}"
+    said = f"torch {torchs} makes CUDA kernels with triton {wanted}"
+    assert str(error.value) == f"{said}, and there is no triton here: pip install triton=={wanted}"
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.5.0")
     with pytest.raises(RegionsError, match=rf"and this is triton 3\.5\.0: pip install triton=={re.escape(wanted)}"):
         cuda.cubins(funcs(GATED), "sm_90", tmp_path)

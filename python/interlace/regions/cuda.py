@@ -37,7 +37,8 @@ from interlace.regions.lower import TESTED
 from interlace.version import __version__
 
 TARGETS = {"sm_80": 80, "sm_90": 90}
-TRITON = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1", "2.14": "3.8.0"}  # torch → the version of Triton that its code generation is made for
+# torch → the version of Triton that its code generation is made for
+TRITON = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1", "2.14": "3.8.0"}
 ALIGNED = 16  # bytes
 PROCESS_BYTES = 2 << 30  # of the machine's memory, for each process that compiles
 
