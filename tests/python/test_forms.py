@@ -174,6 +174,19 @@ def test_texts_that_are_read_stay_as_they_were(read: dict[str, list[Any]]) -> No
         assert trainer.evaluate({**batch, "file": "3", name: values[0]})["loss"] > 0
 
 
+def apart(step: int, rank: int) -> dict[str, Any]:
+    """Each rank has other sizes, from the first step on: boxes of images, say."""
+    return several(step + rank, rank)
+
+
+def test_the_users_own_python_takes_other_forms_on_each_rank() -> None:
+    for losses, expected, far, said in ranks.run(train, 2, apart, mode="eager"):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert far < 1e-12 and said == []
+    for text in ranks.run(refused, 2, apart):
+        assert text.endswith('every rank must compile the same (mode="eager" takes other batches on each rank)'), text
+
+
 def test_a_parameter_is_frozen_when_another_form_comes() -> None:
     """On stages, of which one has other states then."""
     config = {"mesh": {"pp": 2}, "accumulation": 2, "clip_norm": None, "stage_order": "1f1b"}

@@ -178,7 +178,14 @@ def powers(self: Any, x: Tensor) -> Tensor:
     return self.head(self.a(x).abs().add_(0.1).pow_(-0.5).float_power_(1.5))
 
 
-WHOLE = [turns, powers, checks_a_variance, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
+def lists(self: Any, x: Tensor) -> Tensor:
+    """torch.tensor() copies what it is given, in the widest dtype."""
+    y = self.a(x)
+    scale = torch.tensor([y.mean(), 2, x.sum()]).abs().mean() + torch.tensor([[y.max(), 1], [0.5, y.min()]], dtype=x.dtype).sum()
+    return self.head(y) * scale + torch.tensor([len(x), (x > 0).sum()]).sum()
+
+
+WHOLE = [turns, powers, lists, checks_a_variance, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
 OPAQUE = [
     teaches_by_a_count, teaches_by_another_count, counts, counts_in_a_list, draws_from_its_own, draws_on, seeds_itself, goes_on, packs,
     looks_up, reverses_by_a_value, checkpoints_by_a_value,

@@ -7,18 +7,46 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any, Protocol
 
 import torch.utils.checkpoint
 from torch import nn
 from torch._higher_order_ops.cond import cond
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._pytree import tree_map
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from interlace.capture.constants import Constants
 from interlace.capture.loss import LossForm
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
+
+
+@contextlib.contextmanager
+def tensors_in_lists() -> Iterator[None]:
+    """torch.tensor() of lists with tensors in them, which C++ would read."""
+    make = torch.tensor
+
+    def dtypes(x: Any) -> list[torch.dtype]:
+        if isinstance(x, (list, tuple)):
+            return [d for item in x for d in dtypes(item)]
+        return [x.dtype if torch.is_tensor(x) else make(x).dtype]
+
+    def stacked(x: Any, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(x, (list, tuple)):
+            return torch.stack([stacked(item, dtype) for item in x])
+        return x.detach().to(dtype) if torch.is_tensor(x) else make(x, dtype=dtype)
+
+    def made(data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **more: Any) -> torch.Tensor:
+        if not (isinstance(data, (list, tuple)) and any(isinstance(x, FakeTensor) for x in tree_leaves(data))):
+            return make(data, dtype=dtype, requires_grad=requires_grad, **more)
+        return stacked(data, dtype or reduce(torch.promote_types, dtypes(data))).requires_grad_(requires_grad)
+
+    torch.tensor = made  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.tensor = make
 
 
 class OpaqueModules(Protocol):

@@ -161,10 +161,11 @@ class _Build:
         varying = dict(self.config.shapes or ())
         config = {k: v for k, v in self.config.to_dict().items() if k not in ("dump_ir", "cache")}
         rows = self.config.data_place(self.peers.rank, self.peers.size)[1] if self.config.stage_meshes else 1
+        compiled = self.config.mode == "compiled"
         mine = {
             "setting": {k: repr(v) for k, v in config.items()},
             "device": {"kind": self.peers.device.type},
-            "batch entry": {n: d for n, d in batches.describe(self.spec, rows).items() if n not in varying},
+            "batch entry": {n: d for n, d in batches.describe(self.spec, rows).items() if compiled and n not in varying},
             "parameter": {
                 t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"
                 for t in self.tensors if t.kind == "param"
@@ -184,9 +185,10 @@ class _Build:
             if found is None:
                 continue
             differing, name, theirs, ours = found
+            advice = ' (mode="eager" takes other batches on each rank)' if kind == "batch entry" else ""
             raise PeerError(
                 f"{ranks_text(differing)} {'differ' if len(differing) > 1 else 'differs'} from rank 0: {kind} '{name}' is "
-                f"{theirs} there and {ours} on rank 0; every rank must compile the same",
+                f"{theirs} there and {ours} on rank 0; every rank must compile the same{advice}",
                 differing[0],
             )
 
