@@ -132,6 +132,16 @@ def test_an_optimizer_that_counts_in_its_group() -> None:
         assert_close(models[1], models[0])
 
 
+def test_an_optimizer_round_another_one_is_refused() -> None:
+    class Slow(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:  # as Lookahead's, which calls no other
+            self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+
+    model = small_net()
+    with pytest.raises(interlace.InterlaceError, match="optimizer Slow makes the steps of another one, its 'base'"):
+        interlace.compile(model, Slow(torch.optim.AdamW(model.parameters())), small_loss, batch_at(0))
+
+
 @pytest.mark.parametrize("kind", list(parity.CAPTURED))
 def test_a_checkpoint_has_all_that_the_step_depends_on(kind: str, tmp_path: Path) -> None:
     def compiled() -> interlace.Trainer:

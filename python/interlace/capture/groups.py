@@ -159,6 +159,12 @@ def rules_of(optimizer: torch.optim.Optimizer) -> Rules:
 
 
 def _probe(optimizer: torch.optim.Optimizer) -> Rules:
+    inner = next((name for name, x in vars(optimizer).items() if isinstance(x, torch.optim.Optimizer)), None)
+    if inner is not None:
+        raise CaptureError(
+            f"optimizer {type(optimizer).__name__} makes the steps of another one, its '{inner}', on parameters that that one holds; give "
+            "that one to interlace.compile, and do the rest between the steps (trainer.whole_parameters)"
+        )
     whole = _WHOLE.get(type(optimizer).__name__)
     if whole is not None and type(optimizer).__module__.startswith("torch.optim"):
         raise refused(optimizer, whole)
