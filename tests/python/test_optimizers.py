@@ -97,6 +97,51 @@ def test_training_goes_on_from_pytorch_and_back(kind: str) -> None:
     assert_close(again, in_pytorch(kind, 11)[0])
 
 
+class Differences(torch.optim.Optimizer):
+    """Counts its steps in the group, as Adan does, keeps the gradient of the step before, and takes a cube root, as MADGRAD does."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "step": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                assert p.grad is not None
+                state = self.state[p]
+                if group["step"] == 1:
+                    state["before"], state["sum"] = p.grad.clone(), torch.zeros_like(p)
+                state["sum"].addcmul_(p.grad, p.grad)
+                p.addcdiv_(2 * p.grad - state["before"], state["sum"].pow(1 / 3).add_(0.1), value=-group["lr"])
+                state["before"] = p.grad.clone()
+
+
+def test_an_optimizer_that_counts_in_its_group() -> None:
+    models = small_net(), small_net()
+    optimizer = Differences(list(models[0].parameters()))
+    for step in range(6):
+        optimizer.zero_grad()
+        small_loss(models[0], batch_at(step)).backward()
+        optimizer.step()
+    with interlace.compile(
+        models[1], Differences(list(models[1].parameters())), small_loss, batch_at(0), interlace.Config(cache="off")
+    ) as trainer:
+        for step in range(6):
+            trainer.step(batch_at(step))
+        assert_close(models[1], models[0])
+
+
+def test_an_optimizer_round_another_one_is_refused() -> None:
+    class Slow(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:  # as Lookahead's, which calls no other
+            self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+
+    model = small_net()
+    with pytest.raises(interlace.InterlaceError, match="optimizer Slow makes the steps of another one, its 'base'"):
+        interlace.compile(model, Slow(torch.optim.AdamW(model.parameters())), small_loss, batch_at(0))
+
+
 @pytest.mark.parametrize("kind", list(parity.CAPTURED))
 def test_a_checkpoint_has_all_that_the_step_depends_on(kind: str, tmp_path: Path) -> None:
     def compiled() -> interlace.Trainer:

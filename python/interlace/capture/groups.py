@@ -159,6 +159,12 @@ def rules_of(optimizer: torch.optim.Optimizer) -> Rules:
 
 
 def _probe(optimizer: torch.optim.Optimizer) -> Rules:
+    inner = next((name for name, x in vars(optimizer).items() if isinstance(x, torch.optim.Optimizer)), None)
+    if inner is not None:
+        raise CaptureError(
+            f"optimizer {type(optimizer).__name__} makes the steps of another one, its '{inner}', on parameters that that one holds; give "
+            "that one to interlace.compile, and do the rest between the steps (trainer.whole_parameters)"
+        )
     whole = _WHOLE.get(type(optimizer).__name__)
     if whole is not None and type(optimizer).__module__.startswith("torch.optim"):
         raise refused(optimizer, whole)
@@ -171,10 +177,12 @@ def _probe(optimizer: torch.optim.Optimizer) -> Rules:
                 known.append(form.lines)
         return step.after
 
+    counted: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]  # what steps write into groups (Adan's count)
     for _ in range(_FIRST_STEPS):
-        pilot = note(pilot.step(check=True))
+        step = pilot.step(counted, check=True)
+        pilot, counted = note(step), [was | now for was, now in zip(counted, step.changed, strict=True)]
     states = pilot.states()
-    for start, changes in _others(optimizer, first.one_each(), pilot.one_each()):
+    for start, changes in _others(optimizer, first.one_each(), pilot.one_each(), counted):
         with contextlib.suppress(Exception):  # settings that the optimizer does not take
             steps = [start.step(changes)]
             steps.append(steps[0].after.step(changes))
@@ -191,15 +199,16 @@ def _probe(optimizer: torch.optim.Optimizer) -> Rules:
     return Rules(tuple(rules), tuple(sets.index(tuple(names)) for names in states))
 
 
-def _others(optimizer: torch.optim.Optimizer, first: Pilot, later: Pilot) -> Iterator[tuple[Pilot, list[dict[str, Any]]]]:
+def _others(
+    optimizer: torch.optim.Optimizer, first: Pilot, later: Pilot, counted: list[dict[str, Any]]
+) -> Iterator[tuple[Pilot, list[dict[str, Any]]]]:  # fmt: skip
     """Late steps, and steps with other settings: a number that is zero is not, or the other way round; a flag is turned."""
-    same: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
     for number in _LATE:
         late = later
-        for i in range(len(same)):
+        for i in range(len(counted)):
             scalars = {k: [number if k == "step" else v, kind] for k, (v, kind) in late.scalars(i).items()}
             late = late.with_scalars(i, scalars, later.states()[i])
-        yield late, same
+        yield late, [{k: number if k == "step" else v for k, v in group.items()} for group in counted]
     for key in {k: None for g in optimizer.param_groups for k in g if k not in ("params", "param_names", "differentiable")}:
         changes = []
         for group in optimizer.param_groups:
@@ -212,4 +221,4 @@ def _others(optimizer: torch.optim.Optimizer, first: Pilot, later: Pilot) -> Ite
             changes.append({} if other is None else {key: other})
         if any(changes):
             yield first, changes
-            yield later, changes
+            yield later, [was | now for was, now in zip(counted, changes, strict=True)]

@@ -280,8 +280,8 @@ class Calls(TorchDispatchMode):
                 entry.append((name, place))
                 if place is None and x.numel() == 1:
                     numbers.append((name, plain(x)))
-            elif type(x) in (int, float) and name != "exponent":  # which decides the op
-                entry.append(name)
+            elif type(x) in (int, float):
+                entry.append((name, x) if name == "exponent" else name)  # which decides the op
                 numbers.append((name, x))
             elif isinstance(x, (list, tuple)):
                 known = self._look(entry, numbers, ((f"{name}.{i}", y) for i, y in enumerate(x))) or known
