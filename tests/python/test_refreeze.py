@@ -16,7 +16,10 @@ from test_trainer_bits import digest
 from torch import nn
 
 import interlace
+from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.convert import export_torch, import_torch
 
+Tensor = torch.Tensor
 FREEZE, UNFREEZE = 2, 5  # before these steps
 
 
@@ -149,10 +152,108 @@ def test_a_rank_that_freezes_alone_is_named() -> None:
     assert "rank 1" in first
 
 
-def test_a_parameter_that_joins_a_group_late_is_refused() -> None:
+def unfreezing(model: nn.Module, step: int) -> None:
+    """Layer by layer, the last first."""
+    for number, layer in enumerate(model):
+        layer.requires_grad_(number >= 2 - step // 2)
+
+
+def unfrozen_late(strategy: str, folder: str) -> tuple[list[float], dict[str, Tensor], list[float], dict[int, float]]:
+    """Losses and weights of nine steps; losses of the last three of a run that goes on from the checkpoint behind six; steps by parameter."""
+    torch.manual_seed(0)
+    fresh = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+
+    def trainer_of(model: nn.Module) -> interlace.Trainer:
+        settings = interlace.Config(strategy=strategy, schedule=[], cache="off")
+        opt = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+        return interlace.compile(model, opt, square, squares(0), settings)
+
+    losses, model = [], copy.deepcopy(fresh)
+    unfreezing(model, 0)
+    with trainer_of(model) as trainer:
+        for step in range(9):
+            unfreezing(model, step)
+            losses.append(parity.mean_over_ranks(trainer.step(squares(step))))
+            if step == 5:
+                trainer.save(folder)
+        weights, state = trainer.state_dict(all_ranks=True), trainer.optimizer_state_dict(all_ranks=True)["state"]
+    model = copy.deepcopy(fresh)
+    with trainer_of(model) as trainer:
+        trainer.load(folder)
+        again = [parity.mean_over_ranks(trainer.step(squares(step))) for step in range(6, 9)]
+    return losses, weights, again, {number: float(entry["step"]) for number, entry in state.items()}
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def squares(step: int) -> Tensor:
+    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("size, strategy", [(1, "shard"), (2, "shard"), (2, "zero1"), (2, "replicate")])
+def test_a_parameter_that_joins_a_group_late_begins_at_its_own_first_step(size: int, strategy: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+    opt = torch.optim.AdamW(theirs.parameters(), lr=0.05, weight_decay=0.1)
+    expected = []
+    for step in range(9):
+        unfreezing(theirs, step)
+        opt.zero_grad()
+        loss = square(theirs, squares(step))
+        loss.backward()
+        opt.step()
+        expected.append(loss.item())
+    steps = {number: float(entry["step"]) for number, entry in opt.state_dict()["state"].items()}
+    for losses, weights, again, counts in ranks.run(unfrozen_late, size, strategy, str(tmp_path / "kept")):
+        assert losses == pytest.approx(expected, rel=1e-9) and again == pytest.approx(expected[6:], rel=1e-9)
+        assert counts == steps
+        for name, t in theirs.state_dict().items():
+            torch.testing.assert_close(weights[name], t, rtol=1e-8, atol=1e-10)
+
+
+def test_a_state_dict_whose_parameters_have_made_other_numbers_of_steps(tmp_path: Path) -> None:
+    """In the optimizer before and after compiling, in a file of PyTorch's that becomes a checkpoint, and in what is made of that."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+    opt = torch.optim.AdamW(theirs.parameters(), lr=0.05)
+
+    def step(number: int) -> float:
+        opt.zero_grad()
+        loss = square(theirs, squares(number))
+        loss.backward()
+        opt.step()
+        return loss.item()
+
+    theirs[0].requires_grad_(False)
+    step(0), step(1)
+    theirs[0].requires_grad_(True)
+    step(2)
+    ours, start = copy.deepcopy(theirs), copy.deepcopy(opt.state_dict())
+    torch.save({"model": ours.state_dict(), "optimizer": start}, tmp_path / "theirs.pt")
+    assert import_torch(tmp_path / "theirs.pt", tmp_path / "ours") == 3
+    with Checkpoint(tmp_path / "ours") as checkpoint:
+        counts = {i: float(entry["step"]) for i, entry in export_torch(checkpoint)["optimizer"]["state"].items()}
+    assert counts == {i: float(entry["step"]) for i, entry in start["state"].items()}
+    expected = [step(number) for number in range(3, 6)]
+    for way in ("before", "after", "checkpoint"):
+        model = copy.deepcopy(ours)
+        own = torch.optim.AdamW(model.parameters(), lr=0.05)
+        if way == "before":
+            own.load_state_dict(copy.deepcopy(start))
+        with interlace.compile(model, own, square, squares(0), interlace.Config(schedule=[], cache="off")) as trainer:
+            if way == "after":
+                own.load_state_dict(copy.deepcopy(start))
+            elif way == "checkpoint":
+                trainer.load(tmp_path / "ours")
+            assert [trainer.step(squares(number)).item() for number in range(3, 6)] == pytest.approx(expected, rel=1e-9), way
+
+
+def test_a_parameter_that_joins_a_group_of_others_late_is_refused() -> None:
     model = zoo.build("llama", torch.float32)
     model.lm_head.weight.requires_grad_(False)
-    opt = torch.optim.AdamW(copy.copy(list(model.parameters())), lr=1e-3)
+    opt = torch.optim.NAdam(copy.copy(list(model.parameters())), lr=1e-3)
     trainer = interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(2, 0))
     trainer.step(zoo.tokens(2, 0))
     model.lm_head.weight.requires_grad_(True)

@@ -119,7 +119,8 @@ class Checkpoint(contextlib.AbstractContextManager):
         try:
             data = json.loads(self.read(TRAINER))
             self._check_format(int(data["format"]))
-            if not all(0 <= int(steps) < MOST_STEPS for steps in (data["step"], *(g["steps"] for g in data["groups"]))):
+            counts = data["step"], *(g["steps"] for g in data["groups"]), *data.get("left_out", {}).values()
+            if not all(0 <= int(n) < MOST_STEPS for n in counts):
                 raise ValueError("a negative number of steps, or one that no run makes")
             for group in data["groups"]:
                 list(group["parameters"])

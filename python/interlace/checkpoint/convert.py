@@ -40,7 +40,7 @@ def export_torch(checkpoint: Checkpoint) -> dict[str, Any]:
             if entry and "scalars" in group:
                 entry = {**{k: torch.tensor(number) for k, (number, _) in group["scalars"].items()}, **entry}
             elif entry and kind != "sgd":
-                entry = {"step": torch.tensor(float(group["steps"])), **entry}
+                entry = {"step": torch.tensor(float(group["steps"] - record.get("left_out", {}).get(name, 0))), **entry}
             if entry:
                 state[index[name]] = entry
     model = {name: weights.read(name) for name in weights.names()}
@@ -113,6 +113,7 @@ def import_torch(source: Path, folder: Path) -> int:
     model, optimizer, exported = read_torch(source)
     if exported is not None:
         return _import_exported(source, folder, model, optimizer, exported)
+    left_out: dict[str, int] = {}
     try:
         names, state = _names(model, optimizer), optimizer["state"]
         moments: dict[str, Tensor] = {}
@@ -120,23 +121,26 @@ def import_torch(source: Path, folder: Path) -> int:
         kinds = []
         for group, members in zip(optimizer["param_groups"], names, strict=True):
             kind = _kind(group)
-            steps = set()
+            steps: dict[str, int] = {}
             for i, name in zip(group["params"], members, strict=True):
                 entry = state.get(i, {})
-                steps.add(int(entry["step"]) if "step" in entry else int(bool(entry)))
+                steps[name] = int(entry["step"]) if "step" in entry else int(bool(entry))
                 for role in STATE_NAMES[kind]:
                     if isinstance(entry.get(role), Tensor):
                         if entry[role].shape != model[name].shape:
                             raise CheckpointError(f"{role} of '{name}' has shape {tuple(entry[role].shape)}, the parameter another")
                         moments[f"{role}.{name}"] = entry[role]
-            if len(steps) > 1:
-                raise CheckpointError(f"parameters of one group have made different numbers of steps: {sorted(steps)}")
-            groups.append({"steps": max(steps, default=0), "hyper": plain_hyper(group), "parameters": members})
+            most = max(steps.values(), default=0)
+            left_out |= {name: most - n for name, n in steps.items() if n < most and kind != "sgd"}
+            groups.append({"steps": most, "hyper": plain_hyper(group), "parameters": members})
             kinds.append(kind)
     except UNREADABLE as e:
         raise CheckpointError(f"{source}: its optimizer is no state dict of torch.optim ({type(e).__name__}: {e})") from None
     step = max((int(g["steps"]) for g in groups), default=0)
-    record = {"format": FORMAT, "step": step, "kind": kinds, "groups": groups, "seed": 0, "rng": "keyed", "world_size": 1, "loss_scale": None}
+    record = {
+        "format": FORMAT, "step": step, "kind": kinds, "groups": groups, "seed": 0, "rng": "keyed", "world_size": 1, "left_out": left_out,
+        "loss_scale": None,
+    }  # fmt: skip
     write_checkpoint(folder, {MODEL: model, OPTIMIZER: moments}, record)
     return step
 

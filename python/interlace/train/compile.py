@@ -137,7 +137,8 @@ class _Build:
                 buffers = self._fill_buffers(built)
                 runner = self._eager_runner(built)
         hyper = Hyper(self.optimizer, built.ir)
-        if hyper.import_steps():
+        behind = hyper.import_steps()
+        if behind is not None:
             self._import_optimizer(built.states)
         adopt(self.tensors, built.states, buffers)
         kinds = {id(t.real): t.kind for t in self.tensors}
@@ -152,6 +153,7 @@ class _Build:
             model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, programs=self.programs, built=built,
             spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, shapes=shapes,
         )  # fmt: skip
+        run.left_out = {self.names[p]: n for p, n in (behind or {}).items()}
         return Trainer(run, self.captures, self.planner)
 
     # ---- the same on every rank ----

@@ -32,6 +32,9 @@ def uses_momentum(optimizer: torch.optim.Optimizer) -> bool:
 _OF_GRAD_MODE = {"no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad", "requires_grad_", "zero_grad"}
 
 
+OWN_COUNTS = ("adam", "adamw")  # of which a parameter may have made fewer steps than its group (unused.py)
+
+
 @dataclasses.dataclass
 class _Piloted:
     """An optimizer whose own Python gives the numbers of its groups."""
@@ -208,11 +211,13 @@ class Hyper:
             for hook in list(getattr(member, "_optimizer_step_post_hooks", {}).values()):
                 hook(member, (), {})
 
-    def import_steps(self) -> bool:
-        """Takes over the step counts of an optimizer that has already trained; whether there were any.
+    def import_steps(self) -> dict[int, int] | None:
+        """Takes over the step counts of an optimizer that has already trained. None: there were none; else what parameters, by their ids,
+        have made fewer than their group.
 
-        Error: parameters of one group that have made different numbers of steps.
+        Error: such parameters of an optimizer that is none of OWN_COUNTS.
         """
+        behind: dict[int, int] = {}
         found = False
         states = self.optimizer.state
         for i, group in enumerate(self.optimizer.param_groups):
@@ -225,6 +230,11 @@ class Hyper:
                     counts.setdefault(int(state["step"]), j)
                 elif is_rule(self._kinds[i]) or state.get("momentum_buffer") is not None:
                     counts.setdefault(1, j)  # no count is kept; all that matters is that the first step is past
+            if self._kinds[i] in OWN_COUNTS and counts:
+                most = max(counts)
+                counts = {most: counts[most]}
+                made = {id(p): int(states[p]["step"]) if states.get(p) else 0 for p in group["params"] if p.requires_grad}
+                behind |= {p: most - n for p, n in made.items() if n < most}
             if len(counts) > 1:
                 listing = ", ".join(f"number {j} made {t}" for t, j in counts.items())
                 raise InterlaceError(
@@ -239,7 +249,7 @@ class Hyper:
             if (piloted := self._piloted_of(i)) is not None and count > 0:
                 p = group["params"][j]
                 piloted.pilot = piloted.pilot.with_state(i - piloted.first, p, states[p])
-        return found
+        return behind if found else None
 
 
 def _forms_in(text: str) -> list[tuple[str, ...]]:

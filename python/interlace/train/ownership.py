@@ -23,6 +23,7 @@ from interlace.capture.released import Released, user_line
 from interlace.capture.several import member_of, members_of
 from interlace.errors import InterlaceError
 from interlace.train import state_dicts
+from interlace.train.hyper import OWN_COUNTS
 from interlace.train.run import Run
 
 Tensor = torch.Tensor
@@ -137,6 +138,7 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
     entries: dict[str, dict[str, Any]] = {}
     steps: list[int] = []
     scalars: list[Any] = []
+    left_out: dict[str, int] = {}
     for i, group in enumerate(groups):
         names = run.names_of_group(i)
         counts: dict[int, str] = {}
@@ -146,13 +148,17 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             if entry:
                 counts.setdefault(int(entry.get("step", 1)), name)
                 kept = kept or {k: v for k, v in entry.items() if k not in run.state_names(i)}
-        if len(counts) > 1:
+        most = max(counts, default=0)
+        if run.kind_of(i) in OWN_COUNTS:
+            made = {n: int(entries[n].get("step", most)) for n in names if entries[n]}
+            left_out |= {n: most - t for n, t in made.items() if t < most}
+        elif len(counts) > 1:
             (a, first), (b, second) = list(counts.items())[:2]
             raise InterlaceError(
                 f"parameters of optimizer group {i} have made different numbers of steps ('{first}' {a}, '{second}' {b}); put them in "
                 "groups of their own"
             )
-        steps.append(next(iter(counts), 0))
+        steps.append(most)
         scalars.append(_as_scalars(kept) if kept is not None and is_rule(run.kind_of(i)) else None)
     for p in run.states.everything:
         for role in p.roles:
@@ -168,6 +174,7 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             t = entries.get(p.name, {}).get(role)
             run.states.fill_from(p.name, role, t if t is not None else torch.zeros(p.shape, dtype=torch.float32))
         run.hyper.restore(steps, scalars)
+        run.left_out = left_out
 
     return fill
 

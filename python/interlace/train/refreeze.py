@@ -18,6 +18,7 @@ from interlace.compiling.states import WEIGHT
 from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train.evaluation import Evaluation
+from interlace.train.hyper import OWN_COUNTS
 from interlace.train.materialize import adopt
 from interlace.train.run import Run, gathered
 
@@ -34,6 +35,7 @@ class Frozen:
         self._parameters = list(captures.model.named_parameters())
         self._tensors = [p for _, p in self._parameters]
         self._flags, self._marks = [p.requires_grad for p in self._tensors], _runtime.marks(self._tensors)
+        self._ever = {name for name, p in self._parameters if p.requires_grad}  # trained by some program
         self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
     def follow(self, batch: Any) -> None:
@@ -70,7 +72,8 @@ class Frozen:
         self._flags = flags
 
     def _restart_groups(self, names: list[str]) -> None:
-        """New parameters begin at step 1 of the optimizer, as in torch; here a group has one count of steps."""
+        """New parameters begin at step 1 of the optimizer, as in torch; here a group has one count of steps, and some kinds know what a
+        parameter has made fewer."""
         run = self.run
         run.hyper.check_groups()
         trained = {name for (name, _), before in zip(self._parameters, self._flags, strict=True) if before}
@@ -79,12 +82,22 @@ class Frozen:
             fresh = sorted(own.intersection(names))
             if not fresh or run.hyper.steps[i] == 0:
                 continue
+            counts, group = run.kind_of(i) in OWN_COUNTS, run.optimizer.param_groups[i]
+            first_is_as_others = run.kind_of(i) == "sgd" and not group["dampening"]
+            if own & trained and (counts or first_is_as_others) and self._ever.isdisjoint(fresh):
+                run.left_out |= dict.fromkeys(fresh, run.hyper.steps[i]) if counts else {}
+                continue
             if own & trained:
+                again = next((name for name in fresh if name in self._ever), None)
                 raise InterlaceError(
-                    f"parameter '{fresh[0]}' becomes trainable after its optimizer group {i} has made {run.hyper.steps[i]} steps with "
-                    "others; put parameters that are unfrozen later into a group of their own when making the optimizer"
+                    f"parameter '{again or fresh[0]}' becomes trainable {'again ' if again else ''}after its optimizer group {i} has made "
+                    f"{run.hyper.steps[i]} steps with others; put parameters that are {'frozen for a while' if again else 'unfrozen later'} "
+                    "into a group of their own when making the optimizer"
                 )
             run.hyper.restart(i)
+            for name in own:
+                run.left_out.pop(name, None)
+        self._ever.update(names)
 
     def _recompile(self, micro_batch: Any) -> None:
         run, programs = self.run, self.planner.programs

@@ -72,7 +72,7 @@ class Run:
         self.norm: float | None = None
         self.outputs: dict[str, list[Tensor]] = {}
         self.skipped = False
-        self.left_out: dict[str, int] = {}  # steps in which a parameter had no gradient while others of its group had one
+        self.left_out: dict[str, int] = {}  # steps that a parameter has made fewer than its group, without a gradient
         self.stage = stage_at(config.schedule, 0)  # entry of the schedule
         self.limit: int | None = None  # bytes that plans keep to, where other programs have left less than memory_limit
         self.save: Save | None = None  # under way
@@ -299,6 +299,10 @@ class Run:
         result["outputs"] = outputs
         scalars = [t for values in outputs.values() for t in values if t.numel() == 1 and t.is_floating_point()]
         result["finite"] = result["finite"] and all(bool(torch.isfinite(t)) for t in scalars)
+
+    def own_steps(self, name: str, group: int) -> int:
+        """The optimizer steps of a parameter, which may have begun later than its group, or had no gradient in some."""
+        return self.hyper.steps[group] - self.left_out.get(name, 0)
 
     def has_state(self, p: Parameter | Entry) -> bool:
         return p.group is not None and self.hyper.steps[p.group] > 0

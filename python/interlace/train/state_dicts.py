@@ -54,6 +54,8 @@ def optimizer_state_dict(run: Run, all_ranks: bool = False) -> dict[str, Any]:
                 entry = state.setdefault(index[p.name], {})
                 if not entry:
                     entry.update(run.hyper.entry(p.group or 0))
+                    if run.left_out.get(p.name) and "step" in entry:
+                        entry["step"] = torch.tensor(float(run.own_steps(p.name, p.group or 0)))
                 entry[role] = t.detach().to("cpu", copy=True)
     if not (all_ranks or run.rank == 0):
         return {}

@@ -32,13 +32,14 @@ class Unused:
         self._doubtful: set[str] | None = None  # kept over each step; in the first one, all
         self._kept: dict[str, Kept] = {}
         self._of, self._some = "", list[str]()  # a program, and the names of what may go unused in it or went unused before
+        self._before = set[str]()  # the latter
         self._other_way: set[str] = set()  # of this program, what goes unused in every step
         self._sometimes: set[str] = set()  # what opaque modules of it decide, or the user's own Python
 
     def _names(self) -> list[str]:
-        if self._of is not self.run.program:
+        if self._of is not self.run.program or self._before != self.run.left_out.keys():
             known = self.run.states.parameters
-            self._of = self.run.program
+            self._of, self._before = self.run.program, set(self.run.left_out)
             self._sometimes = self.table.sometimes_in(self.run.program) if self.table is not None else set()
             self._other_way = set(json.loads(self.run.ir.meta().get("unused", "[]")))
             names = self._sometimes | self._other_way | self.run.left_out.keys()
