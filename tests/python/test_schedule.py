@@ -395,13 +395,13 @@ def test_the_default_schedule_searches_when_there_is_something_to_decide() -> No
     assert passes(1) == [] and passes(2, mode="eager") == [] and passes(2, profile="off") == []
     assert passes(2) == [(0, ()), (10, (measured,))]
     assert passes(2, profile="times.profile") == [(0, (measured,))]
-    assert passes(1, memory_limit="1GiB") == [(0, ("search(cluster={cluster},limit={limit},recompute=auto)",))]
+    assert passes(1, memory_limit="1GiB") == [(0, ("search(cluster={cluster},limit={limit},recompute=auto,transient=true)",))]
     both = passes(4, memory_limit="1GiB")
     assert [step for step, _ in both] == [0, 10] and both[1][1][0].endswith("recompute=auto,profile={profile})")
     out = {"memory_limit": "1GiB", "tier": "tier"}
     assert passes(2, **out)[0][1][0].endswith("offload=auto,reposition=auto)")
     for size, strategy in ((1, "shard"), (2, "zero1")):  # a script may look at the model's parameters after any step
-        assert passes(size, strategy=strategy, **out)[0][1][0].endswith("recompute=auto,offload=auto)")
+        assert passes(size, strategy=strategy, **out)[0][1][0].endswith(",transient=true" * (size == 1) + ",offload=auto)")
     # When gradients are reduced is decided too, where there are several micro-batches and nobody has said it.
     also = measured.replace("recompute=none", "recompute=none,accumulate=auto")
     assert passes(2, accumulation=4) == [(0, ()), (10, (also,))]
