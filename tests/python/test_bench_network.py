@@ -257,6 +257,7 @@ def test_table_has_a_row_for_a_method_that_did_not_run():
     assert text[-1] == "DeepSpeed ZeRO-3: not installed: pip install deepspeed"
 
 
+@pytest.mark.soak
 def test_peers_train_the_same_model_and_are_compared(tmp_path: Path):
     pytest.importorskip("interlace")
     out = tmp_path / "out.json"

@@ -194,6 +194,7 @@ def test_resume_with_another_text(two_ranks, folder):
     )
 
 
+@pytest.mark.soak
 def test_bpe_under_torchrun(folder):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "interlace.cli"]

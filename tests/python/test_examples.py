@@ -104,7 +104,7 @@ def test_finetune_keeps_the_best_checkpoint_and_stops_early(tmp_path, language_m
     assert "stopped early at step" in said and len(numbers("valid", said)) < 20, said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_images_are_learned(tmp_path, ranks):
     said = run([EXAMPLES / "images.py", "--steps", "40", "--save", tmp_path / "run"], tmp_path, ranks)
     assert float(re.findall(r"evaluation: .* right ([0-9.]+)", said)[0]) > 0.9, said

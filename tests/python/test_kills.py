@@ -128,7 +128,7 @@ def compare(tmp_path: Path, kills: int, seed: int, mesh: dict[str, int]) -> None
     assert not list((tmp_path / "killed").glob(".*.part")), "what a killed run left half-written stays behind"
 
 
-@pytest.mark.parametrize("mesh, kills", [({"dp": 2}, 3), (TWO_BY_TWO, 1)])
+@pytest.mark.parametrize("mesh, kills", [({"dp": 2}, 3), pytest.param(TWO_BY_TWO, 1, marks=pytest.mark.soak)])
 def test_kills_change_no_bit(tmp_path: Path, mesh: dict[str, int], kills: int) -> None:
     compare(tmp_path, kills, 1, mesh)
 

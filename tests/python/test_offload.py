@@ -86,7 +86,10 @@ def test_a_limit_changes_no_bit_and_is_kept(tmp_path: Path, unlimited: Any, perc
     assert not glob.glob(str(tmp_path / "*.data")), "the tier's file goes with the run"
 
 
-@pytest.mark.parametrize("passes", [["overlap_update", "offload(cluster={cluster},limit={limit})"], None])
+OWN = ["overlap_update", "offload(cluster={cluster},limit={limit})"]
+
+
+@pytest.mark.parametrize("passes", [pytest.param(OWN, marks=pytest.mark.soak), None])
 def test_above_a_limit_that_trains_all_do(tmp_path: Path, unlimited: Any, passes: Any) -> None:
     """None: the search of the default schedule. What lives may come close to the limit, what a rank takes stays within it."""
     peak, trained = unlimited[2], 0

@@ -67,7 +67,8 @@ def test_with_other_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"pp": 4}, {"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}, pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.soak)]
+    "mesh",
+    [{"pp": 4}, {"pp": 2, "tp": 2}, *(pytest.param(mesh, marks=pytest.mark.soak) for mesh in ({"dp": 2, "pp": 2}, {"pp": 2, "dp": 2}))],
 )
 def test_on_four_ranks(mesh: dict[str, int]) -> None:
     strategies = [{"strategy": s, "accumulation": 4, "clip_norm": 0.3} for s in ("shard", "zero1", "replicate")]
@@ -104,7 +105,7 @@ V: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("mesh", [{"pp": 4}, {"pp": 2, "dp": 2}])
+@pytest.mark.parametrize("mesh", [{"pp": 4}, pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.soak)])
 def test_a_v_over_layers_that_ranks_do_not_divide(mesh: dict[str, int]) -> None:
     """Embedding and head are one parameter, on the first rank, whose stages are the first and the last."""
     settings = [{"stage_order": "v", **config} for config in V]

@@ -210,7 +210,7 @@ def rows_of(file: Path, kind: str) -> dict[str, str]:
         return {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL])
 def test_a_command_that_is_ended_goes_on_at_the_next_start(number: int, program: str, tmp_path: Path) -> None:
     store = tmp_path / "p.sqlite"
     options = ["--program", program, "--ranks", "1", "--threads", "1", "--store", str(store)]

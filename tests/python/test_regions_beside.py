@@ -204,6 +204,7 @@ def waited_for(case: str, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.soak
 def test_a_rank_that_compiles_for_longer_than_the_timeout_is_not_lost(tmp_path: Path) -> None:
     first, second = ranks.run(waited_for, 2, "perceptron", str(tmp_path))
     assert first["compiled"] == second["compiled"] == 0  # the compilers differ

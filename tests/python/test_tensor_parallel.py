@@ -47,7 +47,9 @@ def test_the_numbers_of_one_process(name: str, size: int) -> None:
 STRATEGIES: list[dict[str, Any]] = [{"strategy": s, **config} for s in ("shard", "zero1", "replicate") for config in EACH]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("llama", {"dp": 2, "tp": 2}), ("gpt2", {"tp": 2, "dp": 2})])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [pytest.param("llama", {"dp": 2, "tp": 2}, marks=pytest.mark.soak), ("gpt2", {"tp": 2, "dp": 2})]
+)
 def test_with_every_strategy_of_data_parallelism(name: str, mesh: dict[str, int]) -> None:
     settings = STRATEGIES if mesh == {"dp": 2, "tp": 2} and name == "llama" else STRATEGIES[::3]
     for config, distance in zip(settings, ranks.run(distances, 4, name, mesh, settings, timeout_s=600)[0], strict=True):
