@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from test_odd_models import STEPS, batch_of, loss_of
+from test_odd_models import STEPS, batch_of, loss_of, plain_losses
 from torch import nn
 
 import interlace
@@ -24,14 +24,8 @@ def as_eager(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] = loss_of, batch: Callable[[int], Any] = batch_of, **config: Any
 ) -> None:  # fmt: skip
     """Five steps with the losses of PyTorch's own, and its tensors at the end."""
-    theirs, expected = copy.deepcopy(model), []
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    for step in range(STEPS):
-        loss = loss_fn(theirs, batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    theirs = copy.deepcopy(model)
+    expected = plain_losses(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), map(batch, range(STEPS)), loss_fn)
     settings = interlace.Config(schedule=[], cache="off", **config)
     with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch(0), settings) as trainer:
         assert [trainer.step(batch(step)).item() for step in range(STEPS)] == pytest.approx(expected, rel=1e-12)

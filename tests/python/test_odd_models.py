@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -282,18 +282,26 @@ def test_a_teacher_on_two_ranks(strategy: str) -> None:
             assert max(far) < 1e-8
 
 
+def plain_losses(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any], loss_fn: Callable[[Any, Any], Tensor] | None = None
+) -> list[float]:  # fmt: skip
+    """Of PyTorch's own steps, one a batch."""
+    losses = []
+    for batch in batches:
+        loss = (loss_fn or loss_of)(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def test_what_torch_compile_wraps() -> None:
     torch.manual_seed(0)
     inner = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), backend="eager")
     model = torch.compile(nn.Sequential(inner, nn.Linear(8, 3)).double(), backend="eager")
     theirs = copy.deepcopy(model)
-    optimizer, expected = torch.optim.SGD(theirs.parameters(), lr=0.1), []
-    for step in range(STEPS):
-        loss = loss_of(theirs, batch_of(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = plain_losses(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), map(batch_of, range(STEPS)))
     settings = interlace.Config(schedule=[], cache="off")
     with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0), settings) as trainer:
         assert [trainer.step(batch_of(step)).item() for step in range(STEPS)] == pytest.approx(expected, rel=1e-12)
@@ -440,14 +448,8 @@ def test_parts_that_some_steps_leave_out() -> None:
     def train(function: Callable[[Any, Tensor], Tensor]) -> None:
         torch.manual_seed(0)
         model = Net(function).double()
-        theirs, expected = copy.deepcopy(model), []
-        optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-        for batch in batches:
-            loss = loss_of(theirs, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            expected.append(loss.item())
+        theirs = copy.deepcopy(model)
+        expected = plain_losses(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), batches)
         config = interlace.Config(schedule=[], mode="eager")
         with interlace.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of, batches[0], config) as trainer:
             assert [trainer.step(batch).item() for batch in batches] == pytest.approx(expected, rel=1e-9)

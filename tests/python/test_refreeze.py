@@ -158,15 +158,20 @@ def unfreezing(model: nn.Module, step: int) -> None:
         layer.requires_grad_(number >= 2 - step // 2)
 
 
-def unfrozen_late(strategy: str, folder: str) -> tuple[list[float], dict[str, Tensor], list[float], dict[int, float]]:
+def late_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def unfrozen_late(kind: str, strategy: str, folder: str) -> tuple[list[float], dict[str, Tensor], list[float], dict[int, float]]:
     """Losses and weights of nine steps; losses of the last three of a run that goes on from the checkpoint behind six; steps by parameter."""
     torch.manual_seed(0)
     fresh = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
 
     def trainer_of(model: nn.Module) -> interlace.Trainer:
         settings = interlace.Config(strategy=strategy, schedule=[], cache="off")
-        opt = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-        return interlace.compile(model, opt, square, squares(0), settings)
+        return interlace.compile(model, late_optimizer(kind, model), square, squares(0), settings)
 
     losses, model = [], copy.deepcopy(fresh)
     unfreezing(model, 0)
@@ -181,7 +186,7 @@ def unfrozen_late(strategy: str, folder: str) -> tuple[list[float], dict[str, Te
     with trainer_of(model) as trainer:
         trainer.load(folder)
         again = [parity.mean_over_ranks(trainer.step(squares(step))) for step in range(6, 9)]
-    return losses, weights, again, {number: float(entry["step"]) for number, entry in state.items()}
+    return losses, weights, again, {number: float(entry.get("step", 0)) for number, entry in state.items()}
 
 
 def square(model: nn.Module, batch: Tensor) -> Tensor:
@@ -192,11 +197,13 @@ def squares(step: int) -> Tensor:
     return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
-@pytest.mark.parametrize("size, strategy", [(1, "shard"), (2, "shard"), (2, "zero1"), (2, "replicate")])
-def test_a_parameter_that_joins_a_group_late_begins_at_its_own_first_step(size: int, strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind, size, strategy", [("sgd", 1, "shard"), *(("adamw", *one) for one in [(1, "shard"), (2, "shard"), (2, "zero1"), (2, "replicate")])]
+)
+def test_a_parameter_that_joins_a_group_late_begins_at_its_own_first_step(kind: str, size: int, strategy: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
-    opt = torch.optim.AdamW(theirs.parameters(), lr=0.05, weight_decay=0.1)
+    opt = late_optimizer(kind, theirs)
     expected = []
     for step in range(9):
         unfreezing(theirs, step)
@@ -205,8 +212,8 @@ def test_a_parameter_that_joins_a_group_late_begins_at_its_own_first_step(size: 
         loss.backward()
         opt.step()
         expected.append(loss.item())
-    steps = {number: float(entry["step"]) for number, entry in opt.state_dict()["state"].items()}
-    for losses, weights, again, counts in ranks.run(unfrozen_late, size, strategy, str(tmp_path / "kept")):
+    steps = {number: float(entry.get("step", 0)) for number, entry in opt.state_dict()["state"].items()}
+    for losses, weights, again, counts in ranks.run(unfrozen_late, size, kind, strategy, str(tmp_path / "kept")):
         assert losses == pytest.approx(expected, rel=1e-9) and again == pytest.approx(expected[6:], rel=1e-9)
         assert counts == steps
         for name, t in theirs.state_dict().items():
