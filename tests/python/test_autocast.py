@@ -203,15 +203,43 @@ def test_the_setting_opens_the_devices_region(own: bool) -> None:
 
 
 @pytest.mark.software
-@pytest.mark.parametrize("around", [False, True])
-def test_regions_of_other_devices_are_none(around: bool) -> None:
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        with torch.autocast("cpu", enabled=not around):
-            return mixed_loss(model, batch)
-
-    with torch.autocast("cpu", enabled=around):
-        found = trained(loss_fn)
+def test_a_region_of_another_device_around_all_is_none() -> None:
+    with torch.autocast("cpu"):
+        found = trained(mixed_loss)
     assert same(found[0], trained(mixed_loss)[0])
+
+
+class Rotated(nn.Module):
+    """Its angles are never narrow, wherever its tensors lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = 1000 + torch.arange(len(x), device=x.device, dtype=torch.float32)
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            angles = places[:, None] @ torch.ones(1, 8, device=x.device)
+        with torch.autocast(device_type=x.device.type, dtype=torch.bfloat16):
+            y = self.fc(x)
+        assert y.dtype == torch.bfloat16
+        return y * angles.cos()
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_region_of_the_device_that_a_tensor_says_it_has(around: bool) -> None:
+    """A trace's tensors say that they are CPUs', and so a region that is to cast nothing did not count for another device's model."""
+    torch.manual_seed(0)
+    model, batch = Rotated().to(on_device.DEVICE), there({"x": torch.randn(8, 8)})
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(on_device.DEVICE, dtype=torch.bfloat16, enabled=around):
+            return model(batch["x"]).float().square().mean()
+
+    expected = loss_fn(model, batch).item()
+    settings = interlace.Config(schedule=[], cache="off")
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, settings) as trainer:
+        assert trainer.step(batch).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="earlier ones have overloads for named dimensions, too")

@@ -131,12 +131,13 @@ def regions_opened(device: str) -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def regions_of(device: str) -> Iterator[None]:
-    """Regions of torch.autocast for the model's device, and those alone, are regions for CPUs, on which a trace's tensors lie, and cast
-    what the device's cast: those that are open now, and those that are entered."""
+    """Regions of torch.autocast for the model's device are regions for CPUs, on which a trace's tensors lie, and cast what the device's
+    cast: those that are open now, and those that are entered. One that is made for CPUs meanwhile is the device's: its maker has asked a
+    tensor for its device (as Hugging Face's rotary embeddings do, to cast nothing)."""
     if device == "cpu" or not torch.amp.is_autocast_available(device):
         yield
         return
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    make, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
     beside: list[torch.autocast] = []  # of the regions that are open now, from outside in
     forget: list[Callable[[], None]] = []
 
@@ -146,9 +147,13 @@ def regions_of(device: str) -> Iterator[None]:
             on = torch.is_autocast_enabled(device)
             if on and not forget:
                 forget.append(rules.enter_context(rules_of(device)))
-            region = torch.autocast("cpu", torch.get_autocast_dtype(device) if on else None, on, torch.is_autocast_cache_enabled())
+            region = object.__new__(torch.autocast)
+            make(region, "cpu", torch.get_autocast_dtype(device) if on else None, on, torch.is_autocast_cache_enabled())
             enter(region)
             beside.append(region)
+
+        def made(region: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            make(region, device if device_type == "cpu" and type(region) is torch.autocast else device_type, *args, **kwargs)
 
         def entered(region: Any) -> Any:
             found = enter(region)
@@ -163,10 +168,12 @@ def regions_of(device: str) -> Iterator[None]:
 
         if torch.is_autocast_enabled(device) or torch.is_autocast_enabled("cpu"):
             as_on_device()
+        torch.autocast.__init__ = made  # type: ignore[method-assign, assignment]
         torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
+            torch.autocast.__init__ = make  # type: ignore[method-assign]
             torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
             while beside:
                 leave(beside.pop(), None, None, None)

@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map
 
 from interlace.capture.functional import op_name, promised
 from interlace.capture.tracing import without_log
@@ -70,14 +71,14 @@ def dtypes_of(args: Iterable[Any]) -> tuple[torch.dtype, ...]:
     return tuple(found)
 
 
-def promise(func: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """The results of a call on fake tensors, in the dtypes that the operator really gives: fake implementations are wrong about
-    the statistics of normalizations in half precision."""
-    results = promised(func, args, kwargs)
+def promise(func: OpOverload, args: tuple, kwargs: dict, device: str = "cpu") -> Any:
+    """The results of a call on fake tensors, in the dtypes that the operator really gives on that type of device: fake implementations
+    are wrong about the statistics of normalizations in half precision, which are float32 on CUDA."""
+    results = promised(func, args, kwargs, device)
     dtypes = dtypes_of(args)
     if _HALF.isdisjoint(dtypes):
         return results
-    true = _true_dtypes(func, args, kwargs, dtypes)
+    true = _true_dtypes(func, args, kwargs, dtypes, device)
     if true is None or isinstance(results, list):
         return results
     several = isinstance(results, tuple)
@@ -88,17 +89,17 @@ def promise(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     return tuple(cast) if several else cast[0]
 
 
-def _true_dtypes(func: OpOverload, args: tuple, kwargs: dict, dtypes: tuple) -> tuple[torch.dtype | None, ...] | None:
+def _true_dtypes(func: OpOverload, args: tuple, kwargs: dict, dtypes: tuple, device: str) -> tuple[torch.dtype | None, ...] | None:
     """What a run on small tensors shows; None when it cannot be run."""
     operands = _tensors([args, kwargs])
     numbers = tuple(t.dim() == 0 for t in operands)  # these widen nothing
-    key = (func, dtypes, numbers, tuple(x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)))
+    key = (func, device, dtypes, numbers, tuple(x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)))
     if key not in _dtypes:
         _dtypes[key] = None
         if all(isinstance(n, int) for t in operands for n in t.shape):
             for scale in _scales(operands):
                 with contextlib.suppress(Exception), without_log():
-                    _, _, results = _run_real(func, args, kwargs, scale)
+                    results = _run_real(func, args, kwargs, scale, device)
                     _dtypes[key] = tuple(None if r is None else r.dtype for r in results)
                     break
     return _dtypes[key]
@@ -208,17 +209,18 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _run_real(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int]) -> tuple[tuple, dict, list]:
-    """Small real arguments of the call, and what the operator gives for them: tensors, and None for those it leaves out."""
+def _run_real(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int], device: str) -> list[Tensor | None]:
+    """What the operator gives for small real arguments: tensors, and None for those it leaves out."""
     with _alone(), torch.no_grad():
         made: dict[int, Tensor] = {}
-        real_args = tuple(_scaled(args, scale, made))
-        real_kwargs = {k: _scaled(v, scale, made) for k, v in kwargs.items() if k != "device"}
+        real_args, real_kwargs = _scaled(args, scale, made), {k: _scaled(v, scale, made) for k, v in kwargs.items() if k != "device"}
+        there = {id(t): t.to(device) for t in made.values()}
+        real_args, real_kwargs = tree_map(lambda x: there.get(id(x), x), (real_args, real_kwargs))
         results = func(*real_args, **real_kwargs)
     flat: list[Tensor | None] = []
     for r in results if isinstance(results, (list, tuple)) else [results]:
         flat += r if isinstance(r, (list, tuple)) else [r]
-    return real_args, real_kwargs, flat
+    return flat
 
 
 def _run(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int]) -> str:
@@ -230,7 +232,7 @@ def _run(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int
         before = [t.clone() for t in operands]
         versions = [t.storage_offset() for t in operands]
     fakes = FakeTensorMode()
-    with fakes:
+    with fakes, torch.autocast("cpu", enabled=False):  # a region may be open around everything
         known: dict[int, Tensor] = {}
 
         def fake(x: Any) -> Any:

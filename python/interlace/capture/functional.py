@@ -110,16 +110,24 @@ def corrected(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, 
     return None
 
 
-def promised(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+def promised(func: OpOverload, args: tuple, kwargs: dict, device: str = "cpu") -> Any:
     """The results of a call on fake tensors. PyTorch's rule for grouped products refuses all but bfloat16, which its kernels do not;
     their sizes do not depend on the dtype. log_softmax's gradient is contiguous, and its kernel writes nothing else right. What attention
     on CPUs gives beside its result is float64 for float64, which the rule does not say before torch 2.13. The gradient of a batch norm's
-    input is made only where it is asked for, which the rule does not know."""
+    input is made only where it is asked for, which the rule does not know. On CUDA a batch norm that takes the running statistics gives
+    some of its own, which nobody reads, and a log_sigmoid keeps nothing."""
     if func is aten._log_softmax_backward_data.default:
         return func(*args, **kwargs).contiguous()
     if func is aten._scaled_dot_product_flash_attention_for_cpu.default and args[0].dtype == torch.float64:
         result, sums = func(*args, **kwargs)
         return result, sums.to(torch.float64)
+    if func is aten.log_sigmoid_forward.default and device == "cuda":
+        result, _ = func(*args, **kwargs)
+        return result, result.new_empty([0])
+    if func is aten.native_batch_norm.default and not args[5] and device == "cuda":
+        result, x = func(*args, **kwargs)[0], args[0]
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        return result, x.new_empty([x.shape[1]], dtype=wide), x.new_empty([x.shape[1]], dtype=wide)
     if func is aten.native_batch_norm_backward.default:
         return tuple(r if wanted else None for r, wanted in zip(func(*args, **kwargs), args[9], strict=True))
     if func is not aten._grouped_mm.default or args[0].dtype == torch.bfloat16:

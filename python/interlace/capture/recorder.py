@@ -48,8 +48,11 @@ Tensor = torch.Tensor
 class Recorder(TorchDispatchMode):
     def __init__(
         self, fakes: FakeTensorMode, sites: Sites, dims: DimPrinter, constants: Constants, ways: Ways, lift: Callable[..., Tensor],
+        device: str = "cpu",
     ) -> None:  # fmt: skip
+        """`device`: the type of those that the program is for; fakes are of CPUs on any."""
         super().__init__()
+        self.device = device
         self.fakes, self.sites, self.dims, self.constants, self.ways = fakes, sites, dims, constants, ways
         self._sized, self.own_draws = Sized(self), OwnDraws(self)
         self.lines: list[str] = []
@@ -352,7 +355,7 @@ class Recorder(TorchDispatchMode):
     def _corrected(self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]) -> Any:
         """An operator that writes some of its arguments without saying so: its functional form, then new versions."""
         text = self.arguments(form_args, {})
-        results = promise(form, form_args, {})
+        results = promise(form, form_args, {}, self.device)
         self.emit(form, op_info(form), form_args, {}, text, results)
         keep = len(results) - len(written)
         for at, new in zip(written, results[keep:], strict=True):

@@ -43,7 +43,7 @@ class Sized:
         """The results of a call on fake tensors; where the batch alone decides their sizes, of those that the example gives."""
         rec = self.recorder
         try:
-            return promise(func, args, kwargs)
+            return promise(func, args, kwargs, rec.device)
         except DynamicOutputShapeException as e:
             try:
                 real = rec.ways.results(func, args, kwargs, rec.sites.place())

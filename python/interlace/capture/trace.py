@@ -73,7 +73,8 @@ class Trace:
             self.dims.names.update(self.symbols.expressions)
         self.constants = Constants(self.symbols.size_in if self.symbols else lambda n, _: int(n))
         self.ways = Ways(self.constants, None if symbolic or example is None else spec.flatten(example), undecided)
-        self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self.ways, self._lift)
+        device = device_type(t.real for t in tensors)
+        self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self.ways, self._lift, device)
         self.ids: dict[int, int] = {}  # id(ModelTensor) -> value id
         self.consts: dict[str, int] = {}
         self.outputs: dict[str, Tensor] = {}
