@@ -148,18 +148,18 @@ Gradients BackwardOf(const at::Tensor& grad_out, const at::Tensor& query, const 
       fused == at::SDPBackend::efficient_attention) {
     const at::Tensor unused = at::empty({2}, query.options().dtype(at::kLong));  // keys of dropout, which is 0
     const at::Tensor bias = MaskFor(mask, query, key).value_or(none);
+    const at::Tensor sums = logsumexp.contiguous();  // the kernels go by its address alone; the CPU's has rows outside
     if (fused == at::SDPBackend::flash_attention)
-      return at::_scaled_dot_product_flash_attention_backward(grad_out, query, key, value, out, logsumexp, none, none,
+      return at::_scaled_dot_product_flash_attention_backward(grad_out, query, key, value, out, sums, none, none,
                                                               query.size(2), key.size(2), 0.0, is_causal, unused,
                                                               unused, scale);
     if (fused == at::SDPBackend::cudnn_attention)
       return at::_scaled_dot_product_cudnn_attention_backward(grad_out, query, key, value, out,
-                                                              logsumexp.contiguous().unsqueeze(-1), unused, unused,
-                                                              bias, none, none, query.size(2), key.size(2), 0.0,
-                                                              is_causal, scale);
+                                                              sums.unsqueeze(-1), unused, unused, bias, none, none,
+                                                              query.size(2), key.size(2), 0.0, is_causal, scale);
     const int64_t more = (kSumsMultiple - query.size(2) % kSumsMultiple) % kSumsMultiple;
     const auto found = at::_scaled_dot_product_efficient_attention_backward(
-        grad_out, query, key, value, bias, out, at::constant_pad_nd(logsumexp, {0, more}), unused, unused, 0.0,
+        grad_out, query, key, value, bias, out, at::constant_pad_nd(sums, {0, more}), unused, unused, 0.0,
         {true, true, true, false}, is_causal, scale);
     return {std::get<0>(found), std::get<1>(found), std::get<2>(found)};
   }
