@@ -176,7 +176,7 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
     runner_.SetRandom(std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(data_rank_)));
   INTERLACE_TRY(OpenTier());
   if (!device_.is_cpu() && lanes_ == nullptr) lanes_ = std::make_shared<LaneStreams>(device_);
-  recorder_.SetDevice(device_, lanes_);
+  recorder_.SetDevice(device_, lanes_, &graphs_);
   try {
     INTERLACE_TRY(Prepare());
   } catch (const std::exception& error) {

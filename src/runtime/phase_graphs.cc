@@ -110,6 +110,15 @@ Status PhaseGraphs::Decide(const RuntimeOptions& options, const std::map<std::st
                    "; leave it at \"auto\", and such programs run op by op");
 }
 
+Result<int64_t> PhaseGraphs::SavedNs(DeviceTimes& times) const {
+  if (!on_) return 0;
+  try {
+    return times.SavedByGraphs(make_);
+  } catch (const std::exception& error) {
+    return MakeError("no graph can be made: ", MessageOf(error));
+  }
+}
+
 void PhaseGraphs::TurnOff(std::string why) {
   if (!on_) return;
   on_ = false;

@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "base/result.h"
+#include "runtime/device_times.h"
 #include "runtime/step_runner.h"
 
 namespace interlace {
@@ -67,6 +68,8 @@ class PhaseGraphs : public NoObserver {
   // A step has run with the plans there are.
   void PlansRan() { warm_ = true; }
   bool ready() const { return on_ && warm_; }
+  // Nanoseconds that a micro-batch's op is shorter for being in a graph; 0: it is in none. Error: none can be made.
+  Result<int64_t> SavedNs(DeviceTimes& times) const;
 
   // As an observer. What cannot be captured runs op by op, and all that follows. Error: it must not, or an op failed.
   Status RunPhase(StepRunner& runner, const Plan& plan);

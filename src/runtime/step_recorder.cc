@@ -10,6 +10,7 @@
 #include "ir/liveness.h"
 #include "ir/op_table.h"
 #include "runtime/allocator.h"
+#include "runtime/phase_graphs.h"
 
 namespace interlace {
 
@@ -55,8 +56,9 @@ int64_t StepRecorder::TakeDeviceBytes() {
   return TakeDeviceUse(device_).live;
 }
 
-void StepRecorder::SetDevice(c10::Device device, std::shared_ptr<LaneStreams> lanes) {
+void StepRecorder::SetDevice(c10::Device device, std::shared_ptr<LaneStreams> lanes, const PhaseGraphs* graphs) {
   device_ = device;
+  graphs_ = graphs;
   lanes_ = std::move(lanes);
   if (!device.is_cpu()) times_.emplace(device);
 }
@@ -76,6 +78,7 @@ void StepRecorder::Begin(TraceMode mode, size_t instructions, int64_t persistent
   }
   for (const auto& [axis, comm] : comms_) comm->SetRecording(true);
   if (times_) {
+    FindMarkCost();
     marks_.clear();
     live_before_ = TakeDeviceUse(device_).live;
     times_->Begin();
@@ -98,12 +101,28 @@ void StepRecorder::End() {
   }
 }
 
+// An op's time is what it takes in the steps that are not recorded. Where that cannot be found, it is what was measured.
+void StepRecorder::FindMarkCost() {
+  mark_cost_ = MarkCost();
+  saved_by_graphs_ns_ = 0;
+  if (record_.mode != TraceMode::kSerial) return;
+  try {
+    mark_cost_ = times_->CostOfMarks();
+  } catch (const std::exception&) {
+    return;
+  }
+  const Result<int64_t> saved = graphs_ == nullptr ? Result<int64_t>(0) : graphs_->SavedNs(*times_);
+  if (saved.ok()) saved_by_graphs_ns_ = *saved;
+}
+
 void StepRecorder::ReadTimes() {
   times_->Read();
   for (size_t i = 0; i < marks_.size(); ++i) {
     OpSample& sample = record_.samples[i];
     sample.begin_ns = times_->At(marks_[i].begin);
-    sample.end_ns = std::max(sample.begin_ns, times_->At(marks_[i].end));
+    const int64_t ns = std::max<int64_t>(0, times_->At(marks_[i].end) - sample.begin_ns);
+    const bool in_graph = record_.phases[static_cast<size_t>(sample.run)]->kind == PhaseKind::kMicroBatch;
+    sample.end_ns = sample.begin_ns + std::max<int64_t>(0, ns - mark_cost_.Of(ns) - (in_graph ? saved_by_graphs_ns_ : 0));
   }
   for (size_t first = 0; first < marks_.size(); ++first) {
     size_t last = first;

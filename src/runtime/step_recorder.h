@@ -17,14 +17,16 @@
 
 namespace interlace {
 
+class PhaseGraphs;
+
 class StepRecorder : public NoObserver {
  public:
   // `arena`: learns from the step that is recorded, and says what lives in it.
   StepRecorder(const Program& program, const std::map<std::string, std::shared_ptr<Comm>>& comms, LearnedArena& arena)
       : program_(program), comms_(comms), arena_(arena) {}
 
-  // Steps run on a device with these lanes.
-  void SetDevice(c10::Device device, std::shared_ptr<LaneStreams> lanes);
+  // Steps run on a device with these lanes, where they are not recorded as `graphs` says.
+  void SetDevice(c10::Device device, std::shared_ptr<LaneStreams> lanes, const PhaseGraphs* graphs);
   // On a device: bytes of tensors now; the most of them since TakeDeviceBytes, which tells them and begins anew.
   int64_t DeviceBytes() const;
   int64_t DevicePeak() const;
@@ -77,6 +79,10 @@ class StepRecorder : public NoObserver {
   };
   void ShareTimes(size_t first, size_t last);
   std::optional<DeviceTimes> times_;
+  void FindMarkCost();
+  const PhaseGraphs* graphs_ = nullptr;
+  MarkCost mark_cost_;
+  int64_t saved_by_graphs_ns_ = 0;
   std::shared_ptr<LaneStreams> lanes_;
   c10::Device device_{c10::kCPU};
   std::vector<Marks> marks_;  // by sample
