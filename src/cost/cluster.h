@@ -33,9 +33,10 @@ struct Interference {
   // From 28 numbers in the order of the algorithm: sets of four, three, two classes, lexicographic, members in class
   // order.
   static Interference FromFactors(const std::array<double, 28>& factors);
-  // Factors of pairs: slower[a][b] is that of class a while b runs, 1 where nothing is known. In a set of three or four
-  // what each of the others takes from a class adds up. Factors that are larger already stay.
-  void Raise(const std::array<std::array<double, kClasses>, kClasses>& slower);
+  // Measured factors of pairs: slower[a][b] is that of class a while b runs, 0 where nothing is known. In a set of three
+  // or four what each of the others takes from a class adds up. Where all of them are known that is its factor; else a
+  // larger one that it has stays.
+  void Measured(const std::array<std::array<double, kClasses>, kClasses>& slower);
   // The time four amounts (ms, or any unit) take that start together: the algorithm as printed.
   double Together(std::array<double, kClasses> alone) const;
 };

@@ -69,7 +69,7 @@ void CostModel::ReadPairs(const ProfileTable& profile) {
   const std::string_view names[] = {"compute", "collective", cluster_.file_tier ? "file_read" : "h2d",
                                     cluster_.file_tier ? "file_write" : "d2h"};
   std::array<std::array<double, Interference::kClasses>, Interference::kClasses> slower;
-  for (auto& row : slower) row.fill(1.0);
+  for (auto& row : slower) row.fill(0.0);
   for (const auto& [kinds, factors] : profile.together) {
     const auto a = std::find(std::begin(names), std::end(names), kinds.first) - names;
     const auto b = std::find(std::begin(names), std::end(names), kinds.second) - names;
@@ -77,7 +77,7 @@ void CostModel::ReadPairs(const ProfileTable& profile) {
     slower[a][b] = factors.first;
     slower[b][a] = factors.second;
   }
-  interference_.Raise(slower);
+  interference_.Measured(slower);
 }
 
 Result<OpCost> CostModel::Cost(const Op& op) {

@@ -420,13 +420,14 @@ TEST(Interference, NothingGetsFasterWhenMoreRuns) {
   }
 }
 
-TEST(Interference, PairsAddUpAndLargerFactorsStay) {
+TEST(Interference, MeasuredPairsAddUpAndLargerFactorsOfWhatIsUnknownStay) {
   Interference known;
-  known.factor[0b0111][0] = 4;
-  known.Raise({{{1, 1.5, 1.25, 1}, {1, 1, 1, 1}, {1.125, 1, 1, 2}, {1, 1, 3, 1}}});
+  known.factor[0b1111][1] = known.factor[0b0101][0] = 4;
+  known.Measured({{{0, 1.5, 1.25, 1}, {0, 0, 1, 1}, {1.125, 1, 0, 2}, {1, 1, 3, 0}}});
   EXPECT_EQ(known.factor[0b0011][0], 1.5);
   EXPECT_EQ(known.factor[0b0101][0], 1.25);
-  EXPECT_EQ(known.factor[0b0111][0], 4);
+  EXPECT_EQ(known.factor[0b0111][0], 1.75);
+  EXPECT_EQ(known.factor[0b1111][1], 4);
   EXPECT_EQ(known.factor[0b1111][0], 1.75);
   EXPECT_EQ(known.factor[0b1101][2], 2.125);
   EXPECT_EQ(known.factor[0b1100][3], 3);

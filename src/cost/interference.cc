@@ -34,15 +34,19 @@ Interference Interference::FromFactors(const std::array<double, 28>& factors) {
   return out;
 }
 
-void Interference::Raise(const std::array<std::array<double, kClasses>, kClasses>& slower) {
+void Interference::Measured(const std::array<std::array<double, kClasses>, kClasses>& slower) {
   for (int set : kSets) {
     for (int member = 0; member < kClasses; ++member) {
       if ((set >> member & 1) == 0) continue;
       double sum = 1;
+      bool all = true;
       for (int other = 0; other < kClasses; ++other) {
-        if (other != member && (set >> other & 1) != 0) sum += slower[member][other] - 1;
+        if (other == member || (set >> other & 1) == 0) continue;
+        const bool known = slower[member][other] > 0;
+        sum += known ? slower[member][other] - 1 : 0;
+        all = all && known;
       }
-      factor[set][member] = std::max(factor[set][member], sum);
+      factor[set][member] = all ? sum : std::max(factor[set][member], sum);
     }
   }
 }

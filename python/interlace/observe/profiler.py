@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from interlace.cost.device_copies import COPIES, NEEDS, DeviceCopies
 from interlace.cost.machine import Machine, available_bytes, device_bytes
 from interlace.cost.measure import Collectives, Rows, StepTimes, sweep_sizes
 from interlace.cost.measurements import SLOWDOWN, from_rows
@@ -53,13 +54,16 @@ class Profiler:
             self._times[text] = StepTimes(self.peers.size, self.machine.threads, self.machine.cores, on_device)
         self._times[text].add(executor.record(), partial(self.peers.exchange, f"collectives of step {number}"))
 
-    def finish(self, text: str, room: int, number: int) -> str:
-        """The profile of all ranks on rank 0, "" elsewhere. `room`: bytes that this rank may take between steps."""
+    def finish(self, text: str, room: int, number: int, copies: bool = False) -> str:
+        """The profile of all ranks on rank 0, "" elsewhere. `room`: bytes that this rank may take between steps. `copies`: storages may
+        leave a device."""
         room = min(self.peers.exchange(f"room of profile {number}", room))
         rows: Rows = {}
         for times in self._times.values():
             rows |= times.rows()
         rows |= self._sweep(text, room, number)
+        if copies and self.peers.device.type != "cpu":
+            rows |= self._copies(room, number)
         packed = [[kind, key, row] for (kind, key), row in rows.items()]
         everyone = self.peers.exchange(f"profile {number}", packed)
         if self.peers.rank != 0:
@@ -107,6 +111,20 @@ class Profiler:
         if self.peers.rank == 0:
             self._store(found)
         return {key: row for key, row in known.items() if key in keys or key[0] in ("slowdown", "issue")} | found
+
+    def _copies(self, room: int, number: int) -> Rows:
+        """Copies between a device and the host: what the store has, or what is measured now, by all ranks at once, and put there."""
+        known: Rows = {}
+        if self.peers.rank == 0:
+            known = {key: row for key, row in self._stored().items() if any(kind in key[1].split() for kind in COPIES)}
+        missing = not known and room >= NEEDS
+        if not self.peers.exchange(f"copies of profile {number}", missing)[0]:
+            return known
+        rows = DeviceCopies(self.peers.device).rows()
+        everyone = self.peers.exchange(f"copies measured for profile {number}", [[kind, key, row] for (kind, key), row in rows.items()])
+        if self.peers.rank == 0:
+            self._store(merge([{(kind, key): row for kind, key, row in one} for one in everyone]))
+        return rows
 
     def _stored(self) -> Rows:
         if self.folder is None:

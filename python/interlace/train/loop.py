@@ -224,11 +224,11 @@ class Loop:
             return
         profiler, self._profiler = self._profiler, None
         stats = self.run.executor.stats()
-        limit = self.config.memory_limit_bytes
+        limit = self.programs.room
         free = free_bytes(self.peers.device, profiler.machine.ranks)
         room = free if limit is None else min(free, limit - stats["persistent_bytes"])
         with self.peers.guard(), self.programs.timed("profile"):
-            text = profiler.finish(self.run.program, room, self.count)
+            text = profiler.finish(self.run.program, room, self.count, copies=self.programs.room is not None)
         if self.peers.rank == 0:
             self.planner.profile = text
         self._has_profile = True
