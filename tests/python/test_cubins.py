@@ -32,6 +32,13 @@ SUMMED = """func f3(%0: bf16[4096,1024]) gives (%3) {
   %3: bf16[1024] = aten.sum.dim_IntList(%2, [0])
 }
 """
+# A norm's gradients: sums of the same numbers along both dimensions.
+BOTH_WAYS = """func f0(%0: f32[8192,4096], %1: f32[8192,4096]) gives (%3, %4) {
+  %2: f32[8192,4096] = aten.mul.Tensor(%0, %1)
+  %3: f32[8192] = aten.sum.dim_IntList(%2, [1])
+  %4: f32[4096] = aten.sum.dim_IntList(%2, [0])
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,13 @@ def test_the_manifest_is_that_of_the_kernels(made: cuda.Cubins) -> None:
     assert blocks[gated["key"][:16]] == [[1, 1, 1]]  # 48 elements
     assert max(len(region.kernels) for region in made.regions) == 2  # a long sum has partial sums,
     assert any(region.workspace for region in made.regions)  # which lie in the workspace
+
+
+@needs_triton
+def test_sums_along_both_dimensions_have_kernels(folder: Path) -> None:
+    """Inductor would make parts of one with the other, and add them up with an operator."""
+    found = cuda.cubins(funcs(BOTH_WAYS), "sm_90", folder, print)
+    assert found.left == {} and len(found.regions[0].kernels) > 1
 
 
 @needs_triton

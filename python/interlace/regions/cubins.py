@@ -37,6 +37,7 @@ DEVICES = {
 OPTIONS: dict[str, Any] = {
     "joint_graph_constant_folding": False,  # it makes the constants on the device
     "autotune_local_cache": False, "triton.unique_kernel_names": True,
+    "triton.mix_order_reduction": False,  # it sums parts of a reduction with an operator, not a kernel
 }  # fmt: skip
 PARAMETERS = {"*": "u64", "i1": "u8", "i8": "u8", "i16": "u16", "i32": "u32", "i64": "u64"}  # Triton's types → those of PTX
 
