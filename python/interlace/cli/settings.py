@@ -77,7 +77,9 @@ class TrainSettings:
     timeout: float = _option(300.0, "Seconds that ranks wait for one another; a rank that is dead or cut off is named sooner.")
     encrypt: bool = _option(False, "Encrypt what ranks send one another (docs/security.md).")
     trust_program: bool = _option(False, "With --resume, run the checkpoint's program though it was made elsewhere.")
-    regions: str = _option("off", "Norms, activations and the like as one kernel each: on, exact (the bits of their ops; CPUs), off.")
+    regions: str = _option(
+        "auto", "Norms, activations and the like as one kernel each: on, exact (the bits of their ops; CPUs), off, or auto: on for CUDA."
+    )
     regions_wait: bool = _option(False, "Wait for regions that have to be compiled; else they are swapped in while it trains.")
     verify_steps: int = _option(0, "Make one of so many steps twice and compare: finds hardware that computes wrong.", shown="never")
     max_restarts: int = _option(0, "Start the ranks again when one fails, from the last checkpoint.")

@@ -159,8 +159,8 @@ class Planner:
     def _room_of_rank(self) -> int | str:
         """Bytes that an order of a pipeline's runs may take: of CPUs without a memory_limit a rank's part of the host's memory. "none": what
         the accelerator has."""
-        if self.config.memory_limit_bytes is not None:
-            return self.config.memory_limit_bytes
+        if self.programs.room is not None:
+            return self.programs.room
         if self.programs.peers.device.type != "cpu":
             return "none"
         return physical_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
@@ -178,7 +178,7 @@ class Planner:
         asked = passes[at]
         if "plan=auto" in asked and "cluster=" not in asked:
             asked = asked.replace("plan=auto", "plan=auto,limit={limit},cluster={cluster}")
-        key = key_of(captured, *passes[:at], asked, str(stage), given or "", self.cluster_text(), str(self.config.memory_limit_bytes))
+        key = key_of(captured, *passes[:at], asked, str(stage), given or "", self.cluster_text(), str(self.programs.room))
         found = self.programs.cache.get("cuts", key)
         if found is None:
             if given is not None:
@@ -217,7 +217,7 @@ class Planner:
         """Everything that decides what the passes make: the captured text without its dropout probabilities, the passes, the machines, the
         limit, and the profile or, where it is measured here, the machine that it is measured on."""
         template, numbers = take_out(captured)
-        values = {"limit": limit if limit is not None else self.config.memory_limit_bytes, "ranks": self.ranks}
+        values = {"limit": limit if limit is not None else self.programs.room, "ranks": self.ranks}
         parts = [template, str(self.config.accumulation), *fill([standard, *passes], values)]
         if any("{cluster}" in text for text in (standard, *passes)):
             parts.append(self.cluster_text())
@@ -247,7 +247,7 @@ class Planner:
         return Prediction(simulation.step_us, simulation.taken_bytes)
 
     def _limit(self, limit: int | None) -> int | None:
-        return min((n for n in (limit, self.config.memory_limit_bytes) if n is not None), default=None)
+        return min((n for n in (limit, self.programs.room) if n is not None), default=None)
 
     def _values(self, passes: Sequence[str], limit: int | None) -> dict[str, Any]:
         values: dict[str, Any] = {"ranks": self.ranks, "limit": "none", "profile": "none"}

@@ -24,6 +24,7 @@ from interlace.compiling.regions import Regions
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
 from interlace.config import Config, format_bytes
+from interlace.cost.machine import beside_bytes
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
@@ -197,8 +198,10 @@ class Programs:
             "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
             "device_graphs": {"auto": "auto", True: "on", False: "off"}[self.config.device_graphs],
         }  # fmt: skip
-        if self.config.device_graphs is True and self.peers.device.type == "cuda":
+        if self.peers.device.type == "cuda":
             options["graph"] = torch.cuda.CUDAGraph
+            if self.config.device_graphs == "auto" and self.peers.size > 1:  # NCCL's calls in a graph were never tried
+                options["device_graphs"] = "off"
         if "call.python(" in source.text:
             if self.opaque is None or not self.opaque.calls:
                 raise ProgramError("the program runs modules in Python, and this run has captured none; compile again")
@@ -246,16 +249,22 @@ class Programs:
 
     def over_limit(self, program: Any, beside: Any = None) -> str | None:
         """What a rank needs, where that is more than it may have. `beside`: the program that has left its own memory of a step there."""
-        limit = self.config.memory_limit_bytes
-        if limit is None:
+        limit, room = self.config.memory_limit_bytes, self.room
+        if limit is None or room is None:
             return None
         need = self.needed_bytes(program, beside)
-        if need <= limit:
+        if need <= room:
             return None
         return (
             f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(program.summary()['persistent_bytes'])}, the rest "
-            f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil(need / 2**20)}MiB"
+            f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil((need + limit - room) / 2**20)}MiB"
         )
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that a program may take: memory_limit, on an accelerator less what its libraries and allocator take beside."""
+        limit = self.config.memory_limit_bytes
+        return limit if limit is None else max(0, limit - beside_bytes(self.peers.device, limit))
 
     def needed_bytes(self, program: Any, beside: Any = None) -> int:
         """What a rank takes, with all in its place, which is a little more than what lives at once."""
@@ -276,7 +285,7 @@ class Programs:
         its place, again for as much less, a few times; as it was where less is refused."""
         found = make(limit)
         for _ in range(3):
-            over = self.needed_bytes(found[0], beside) - (self.config.memory_limit_bytes or math.inf)
+            over = self.needed_bytes(found[0], beside) - (self.room or math.inf)
             if over <= 0:
                 break
             summary = found[0].summary()

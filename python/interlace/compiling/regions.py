@@ -10,18 +10,35 @@ Looks are at steps that all ranks know: the next one follows from the slowest ra
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
 from interlace.config import Config
 from interlace.dist.peers import Peers
-from interlace.regions import Library, Making, RegionsError, Wanted, ready, reason_of, say_bodies_run, wanted_of
+from interlace.regions import Library, Making, RegionsError, Wanted, has_kernels, ready, reason_of, say_bodies_run, wanted_of
 
+log = logging.getLogger("interlace")
 LOOK_S = 1.0  # between two looks of several ranks
 MOST_STEPS = 100
+
+
+def settled(config: Config, peers: Peers) -> Config:
+    """With regions="auto" decided, alike on all ranks: on where every rank's device can have kernels and nothing asks for the ops' bits."""
+    if config.regions != "auto":
+        return config
+    wanted = peers.device.type == "cuda" and config.mode == "compiled" and config.passes is None
+    on = wanted and not config.debug and not config.deterministic
+    if on:
+        why = has_kernels(peers.device)
+        if why and peers.rank == 0:
+            log.info("regions run op by op: %s", why)
+        on = not any(peers.exchange("kernels for regions", why))
+    return dataclasses.replace(config, regions="on" if on else "off")
 
 
 class Regions:

@@ -94,7 +94,8 @@ class Config:
     debug            look at every result while it is made and stop at the first that is not finite; slow
     rng              "keyed" streams (independent of order), or "compat": one generator in program order, as eager has
     passes           a whole pipeline that replaces the standard one (strategy, accumulation, clipping, precision included); {ranks}: how many
-    memory_limit     refuse to train when the predicted peak of a rank is above it ("20GiB", or bytes)
+    memory_limit     refuse to train when the predicted peak of a rank is above it ("20GiB", or bytes). None: on an accelerator, for a step
+                     that does not fit as it is, most of the memory that is free
     tier             where what leaves memory goes when memory_limit asks for it: a folder on a local disk, of this run alone, or
                      "host", the host's memory (which an accelerator always has; on CPUs the limit then counts the rest), where
                      optimizer steps may be made as well
@@ -105,7 +106,7 @@ class Config:
                      cannot), False. With the bits of ops that are given one by one
     regions          CPUs and CUDA: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the
                      cache (docs/regions.md): "on", "exact" (CPUs: only those with the bits of their ops, compared when they are made),
-                     "off"
+                     "off"; "auto": on for CUDA devices that kernels can be made for, but not with debug or deterministic, off on CPUs
     regions_wait     wait for regions that have to be compiled; False: steps run their ops meanwhile, and the kernels are swapped in between
                      two steps when all ranks have them. With "on" that step's number, and so the bits, depend on how fast they are compiled
     dump_ir          a folder that gets the program before and after every pass
@@ -154,7 +155,7 @@ class Config:
     tier_bandwidth: int | str | None = None
     arena: bool = True
     device_graphs: bool | str = "auto"
-    regions: str = "off"
+    regions: str = "auto"
     regions_wait: bool = False
     dump_ir: str | None = None
     skip_nonfinite: bool = False
@@ -185,7 +186,7 @@ class Config:
         self._of_stages("accumulate_mode", ACCUMULATE_MODES)
         self._one_of("mode", ("compiled", "eager"))
         self._one_of("rng", ("keyed", "compat"))
-        self._one_of("regions", ("off", "on", "exact"))
+        self._one_of("regions", ("auto", "off", "on", "exact"))
         self._one_of("stage_order", STAGE_ORDERS)
         self._whole("accumulation", 1)
         self._whole("stage_chunks", 1)
@@ -400,7 +401,7 @@ class Config:
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,
             )
         )  # fmt: skip
-        if self.regions == "off":
+        if self.regions in ("off", "auto"):  # a run has settled it before
             return standard
         # Behind what looks at single casts and products, before the strategy: all strategies have the same regions.
         return re.sub(rf"(^|,)(?=({'|'.join(STRATEGIES)})\()", r"\1fuse,", standard)

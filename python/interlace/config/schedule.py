@@ -25,11 +25,11 @@ CAPTURED_LEVEL = ("recompute", "precision", "breadth_first", "split")
 AUTO_STEP = 10  # the last steps before it are measured
 
 
-def default_schedule(config: Config, ranks: int) -> Schedule:
+def default_schedule(config: Config, ranks: int, device: str = "cpu") -> Schedule:
     """What schedule="auto" stands for: the search decides as soon as it has measured times, and from the start where there is a limit.
 
     It changes no bit of the training, but where it also decides when gradients are reduced (accumulate_mode "auto"). One rank without a
-    limit has nothing to decide.
+    limit has nothing to decide. `device`: its type; from an accelerator storages can always leave to the host's memory.
     """
     if config.mode == "eager" or config.passes is not None or config.profile == "off" or config.stage_ranks > 1:
         return ()
@@ -41,14 +41,15 @@ def default_schedule(config: Config, ranks: int) -> Schedule:
         search += ",accumulate=auto"
     if ranks == config.accumulation == 1:  # as the last pass makes it (`Planner`)
         search += ",transient=true"
-    if limited and config.tier is not None:  # what does not fit may leave memory
+    tier = config.tier is not None or device != "cpu"
+    if limited and tier:  # what does not fit may leave memory
         search += ",offload=host" if config.tier == "host" else ",offload=auto"
         if config.strategy == "shard" and ranks > 1:  # else the model's own parameters are whole, and looked at between steps
             search += ",reposition=auto"
     if config.profile != "auto":
         return ((0, (search + ",profile={profile})",)),)
     start = (search + ")",) if limited else ()
-    if ranks == 1 and config.tier is None:
+    if ranks == 1 and not tier:
         return ((0, start),)
     return ((0, start), (AUTO_STEP, (search + ",profile={profile})",)))
 

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 LOOPBACK = "loopback"
+# Of an accelerator's memory, what programs take beside what is planned: cuBLAS's workspace of a stream on an H100, and the allocator's
+# rounding, which makes 5.56 GB 0.7 % more there and 3.60 GB 1.15 %. What is free of a device also serves what is no program's.
+WORKSPACE, ROUNDING = 32 << 20, 0.0125
+FREE_BESIDE, ROOM_STEP = 256 << 20, 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,19 @@ def device_bytes(device: Any) -> tuple[int, int]:
 
     free, whole = torch.accelerator.get_memory_info(device)
     return int(free), int(whole)
+
+
+def room_of(device: Any) -> int:
+    """Bytes that a run may have of an accelerator: what is free and what this process's allocator has, less a little. In whole steps, so
+    that runs on the same device have the same."""
+    import torch
+
+    return max(0, device_bytes(device)[0] + int(torch.accelerator.memory_reserved(device)) - FREE_BESIDE) // ROOM_STEP * ROOM_STEP
+
+
+def beside_bytes(device: Any, limit: int) -> int:
+    """Of so many bytes of a device, those that no program's plan has."""
+    return min(WORKSPACE + int(limit * ROUNDING), limit // 2) if device.type == "cuda" else 0
 
 
 def network_name() -> str:

@@ -6,9 +6,13 @@ CUDA  funcs of a program ──lower──► Triton text ──cubins──► 
 """
 
 from interlace.regions.beside import Making, ready, wanted_of
+from interlace.regions.cuda import has_kernels
 from interlace.regions.kept import RegionsError, say_once
 from interlace.regions.library import Library, Wanted, reason_of, say_bodies_run
 from interlace.regions.loops import Loops
 from interlace.regions.lower import TESTED
 
-__all__ = ["TESTED", "Library", "Loops", "Making", "RegionsError", "Wanted", "ready", "reason_of", "say_bodies_run", "say_once", "wanted_of"]
+__all__ = [
+    "TESTED", "Library", "Loops", "Making", "RegionsError", "Wanted", "has_kernels", "ready", "reason_of", "say_bodies_run", "say_once",
+    "wanted_of",
+]  # fmt: skip

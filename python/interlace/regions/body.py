@@ -141,6 +141,11 @@ def unchanged(operand: Tensor, head: Tensor) -> bool:
     return all(torch.equal(part, head[: part.numel()]) for part in _flat(operand).split(PERIOD))
 
 
+def moved(operand: Tensor, device: torch.device) -> Tensor:
+    """On another device with the same strides, where `to` would leave out what lies between the numbers of a view."""
+    return _flat(operand).to(device).as_strided(operand.shape, operand.stride())
+
+
 def _flat(x: Tensor) -> Tensor:
     """All numbers of memory from a tensor's first to its last."""
     return x.as_strided([_span(x.shape, x.stride())], [1])

@@ -103,6 +103,15 @@ def target_of(device: torch.device) -> str:
     return target
 
 
+def has_kernels(device: torch.device) -> str:
+    """Why there can be no kernels for this device here; empty: there can."""
+    try:
+        _triton(target_of(device))
+    except RegionsError as e:
+        return str(e)
+    return ""
+
+
 @dataclasses.dataclass
 class WantedCubins(Wanted):
     """The cubins that a program's regions ask for."""

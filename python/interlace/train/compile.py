@@ -28,9 +28,11 @@ from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, Programs, Source
+from interlace.compiling.regions import settled
 from interlace.compiling.states import WEIGHT, States
-from interlace.config import Config, ConfigError
+from interlace.config import Config, ConfigError, format_bytes
 from interlace.config.schedule import check_passes, default_schedule, stage_at
+from interlace.cost.machine import beside_bytes, room_of
 from interlace.dist.groups import check_streams, default_device, device_name
 from interlace.dist.peers import PeerError, Peers, first_difference, ranks_text
 from interlace.errors import InterlaceError
@@ -83,7 +85,7 @@ def compile(
     try:
         with peers.guard():
             begin = time.monotonic()
-            trainer = _Build(model, optimizer, loss_fn, example_batch, config, peers).trainer()
+            trainer = _Build(model, optimizer, loss_fn, example_batch, settled(config, peers), peers).trainer()
             trainer.compile_seconds["total"] = time.monotonic() - begin
             log.info("compiled: %s", trainer.compile_table())
             return trainer
@@ -97,9 +99,10 @@ class _Build:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any] | None,
         example_batch: Any, config: Config, peers: Peers,
     ) -> None:  # fmt: skip
-        if config.schedule == "auto":
-            config = dataclasses.replace(config, schedule=default_schedule(config, peers.size))
-        self.model, self.optimizer, self.loss_fn, self.config, self.peers = model, optimizer, loss_fn, config, peers
+        self.decides, given = config.schedule == "auto", config
+        if self.decides:
+            config = dataclasses.replace(config, schedule=default_schedule(config, peers.size, peers.device.type))
+        self.model, self.optimizer, self.loss_fn, self.given, self.config, self.peers = model, optimizer, loss_fn, given, config, peers
         self.parts = batches.micro_batches(None, example_batch, config.accumulation)
         self.micro_batch = self.parts[0]
         self.spec = InputSpec.of(self.micro_batch)
@@ -118,7 +121,7 @@ class _Build:
         self._compare_ranks()
         self.peers.groups.open()
         shapes = self._open_shapes()
-        source = self._source(None)
+        source = self._within_device(self._source("program"))
         built = self._built(source)
         self.captures.grows = False
         for t in self.tensors:
@@ -194,7 +197,31 @@ class _Build:
                 differing[0],
             )
 
-    def _source(self, used: list[str] | None) -> Source:
+    def _within_device(self, source: Source) -> Source:
+        """The program that fits into the memory that the devices have: this one, or where it does not and nobody has said how much it may
+        take, the one that the search finds for what they have."""
+        device = self.peers.device
+        if device.type == "cpu" or not self.decides or self.given.memory_limit is not None:
+            return source
+        # The model's own parameters go when the program's states have their values.
+        given = sum(t.real.nbytes for t in self.tensors if t.kind == "param" and t.real.device == device)
+        mine = [self.programs.needed_bytes(self.programs.parse(source)), room_of(device) - given]
+        everyone = self.peers.exchange("memory of devices", mine)
+        need, room = max(n for n, _ in everyone), min(r for _, r in everyone)
+        if need <= room - beside_bytes(device, room) or room <= 0:
+            return source
+        limited = dataclasses.replace(self.given, memory_limit=room)
+        schedule = default_schedule(limited, self.peers.size, device.type)
+        if not schedule:
+            return source
+        log.info(
+            "the step as it is takes %s and the device has %s: the search recomputes and moves out what does not fit",
+            format_bytes(need), format_bytes(room),
+        )  # fmt: skip
+        self.config = self.programs.config = self.planner.config = dataclasses.replace(limited, schedule=schedule)
+        return self._source("program within the device")
+
+    def _source(self, what: str, used: list[str] | None = None) -> Source:
         """Rank 0's program on every rank."""
 
         def make() -> Source:
@@ -211,7 +238,7 @@ class _Build:
             self.planner.rehearse(captured, self.config.schedule[stage + 1 :])
             return source
 
-        return self.programs.share("program" if used is None else "program of the used parameters", make)
+        return self.programs.share(what, make)
 
     def _given_cuts(self) -> str | None:
         """Those of a plan file, if there is one."""
@@ -360,7 +387,7 @@ class _Build:
         for t in self.tensors:
             if t.name in buffers and t.kind == "buffer":
                 t.real.data = buffers[t.name].clone()
-        built = self._built(self._source(used))
+        built = self._built(self._source("program of the used parameters", used))
         for p, value in old.whole(WEIGHT, everywhere=True):
             assert value is not None
             built.states.fill_from(p.name, WEIGHT, value)

@@ -162,7 +162,7 @@ class Evaluation:
         found = made("all")
         if programs.over_limit(found[0], run.ir) is None:
             return found
-        limit = (programs.config.memory_limit_bytes or 0) - sum(step_states(run.ir).values())
+        limit = (programs.room or 0) - sum(step_states(run.ir).values())
 
         def streamed(within: int) -> Made:
             stream = f"offload(limit={within},kinds=master+activations,cluster={{cluster}})"
