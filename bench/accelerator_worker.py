@@ -31,10 +31,15 @@ SIZES = {
     "0.5g": {"hidden": 2048, "layers": 8, "heads": 16, "inter": 5504, "vocab": 32000, "tokens": 2048},
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64},
 }
-OURS = ("interlace", "interlace, graphs", "interlace, regions", "interlace, regions, graphs")
+WAITED = {"regions": "on", "regions_wait": True}
+OURS: dict[str, dict[str, Any]] = {
+    "interlace": {}, "interlace, graphs": {"device_graphs": True}, "interlace, regions": WAITED,
+    "interlace, regions, graphs": {"device_graphs": True, **WAITED}, "interlace, regions beside": {"regions": "on"},
+    "interlace, less memory": {},  # --memory-limit
+}  # fmt: skip
 METHODS = ("eager", "torch.compile", "ddp", "fsdp2", *OURS)
 LOSSES = 4  # of the first steps are compared between methods
-SETTLE = 80  # steps at most until our schedule has done what it will
+SETTLE_S = 120.0  # at most until our schedule has done what it will, and regions are swapped in
 Facts = dict[str, Any]
 
 
@@ -105,7 +110,7 @@ def forecast(trainer: Any, batch: dict[str, torch.Tensor], rounds: int) -> Facts
     }  # fmt: skip
 
 
-def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int) -> Facts:
+def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int, limit: int | None = None) -> Facts:
     rank = int(os.environ.get("RANK", "0"))
     batch = {name: tensor.to(device) for name, tensor in token_batch(size, rank=rank).items()}
     facts: Facts = {"method": method}
@@ -114,8 +119,7 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
         model = llama(size, torch.bfloat16).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
         begin = time.perf_counter()
-        regions = "regions" in method
-        config = interlace.Config(device_graphs="graphs" in method, regions="on" if regions else "off", regions_wait=regions)
+        config = interlace.Config(**{"device_graphs": False, "memory_limit": limit} | OURS[method])
         trainer = interlace.compile(model, optimizer, causal_loss, batch, config)
         facts["compile_s"] = time.perf_counter() - begin
         ours = trainer
@@ -126,7 +130,7 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
         step = plain(method, size, device, batch)
     facts["losses"] = [float(step()) for _ in range(LOSSES)]
     if trainer is not None:
-        while trainer.steps < SETTLE and not (trainer.steps > AUTO_STEP + 2 and trainer.settled):
+        while not (trainer.steps > AUTO_STEP + 2 and trainer.settled) and time.perf_counter() < begin + SETTLE_S:
             trainer.step(batch)
         facts["steps_to_settle"] = trainer.steps
     torch.accelerator.reset_peak_memory_stats(device)
@@ -151,6 +155,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", choices=SIZES, default="0.5g")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--memory-limit", type=int, help="bytes of a rank, for our side")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -158,7 +163,7 @@ def main() -> None:
     torch.accelerator.set_device_index(device.index)
     if ranks > 1:
         dist.init_process_group(f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}")
-    facts = measure(args.method, SIZES[args.size], device, args.rounds)
+    facts = measure(args.method, SIZES[args.size], device, args.rounds, args.memory_limit)
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(facts), flush=True)
     if ranks > 1:

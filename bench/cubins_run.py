@@ -10,7 +10,7 @@ import torch
 
 from interlace import _runtime
 from interlace.regions import RegionsError, cuda
-from interlace.regions.body import empty_of, function_of, operands_of
+from interlace.regions.body import empty_of, function_of, moved, operands_of
 from interlace.regions.check import ULPS, added, difference, same
 
 MOST_BYTES = 8 << 30  # of a region's operands; larger ones are left out
@@ -32,7 +32,7 @@ def compare_on_device(funcs: list[dict[str, Any]], found: cuda.Cubins, device: t
         if region is not None and region.key in refused:
             wrong[func["name"]] = refused[region.key]
             continue
-        operands = [x.to(device) for x in operands_of(func)] if region is not None else []
+        operands = [moved(x, device) for x in operands_of(func)] if region is not None else []
         if region is None or sum(x.nbytes for x in operands) > MOST_BYTES:
             continue
         given = [empty_of(value, str(device)).fill_(0) for value in func["gives"]]

@@ -33,15 +33,30 @@ HOST = {
         "region_driver regions regions_beside store cubins",
 }  # fmt: skip
 
+# What a real device does not give: a software one has the CPU's kernels, and lets what lies on the CPU take part.
+REAL = {
+    "the bits, or nearly so, of a CPU's kernels, which a real device does not have":
+        "runtime_ops runtime_executor runtime_models runtime_ranks host_update muon opaque rule_loops",
+    "a peak without what the device's libraries take beside": "offload::test_a_limit_changes_no_bit_and_is_kept "
+        "evaluate::test_a_memory_limit_holds_and_optimizer_states_stay_out "
+        "evaluate::test_parameters_come_one_by_one_where_the_limit_asks_for_it "
+        "reposition::test_a_flush_keeps_to_the_limit reposition::test_the_same_bits",
+    "its model or its calls keep to the CPU": "containers::test_a_table_that_the_first_run_makes containers::test_a_table_on_every_rank "
+        "usable::test_the_bare_model_is_right_or_says_what_is usable::test_a_loop_of_somebody_else_is_told",
+}  # fmt: skip
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`accelerator` tests run where there is one, `software` tests on that of tests/accelerator."""
     host = {f"test_{name}": why for why, names in HOST.items() for name in names.split()}
+    if not SOFT:
+        host |= {f"test_{name}": why for why, names in REAL.items() for name in names.split()}
     for item in items:
         if "software" in item.keywords and not SOFT:
             item.add_marker(pytest.mark.skip(reason="needs INTERLACE_DEVICE=soft"))
         mark = item.get_closest_marker("host")
-        why = mark.args[0] if mark else host.get(item.path.stem)
+        named = f"{item.path.stem}::{getattr(item, 'originalname', item.name)}"
+        why = mark.args[0] if mark else host.get(item.path.stem) or host.get(named)
         if DEVICE != "cpu" and why:
             item.add_marker(pytest.mark.skip(reason=f"not for devices: {why}"))
     if not any("accelerator" in item.keywords for item in items):

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import on_device
 import ranks
 
 PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
@@ -54,6 +55,8 @@ class Command:
         self, *words: str | Path, cwd: str | Path | None = None, env: Mapping[str, str] | None = None, stdout: int = PIPE, stderr: int = PIPE,
         session: bool = False,
     ) -> None:  # fmt: skip
+        if "--ranks" in words:
+            on_device.needs(int(words[words.index("--ranks") + 1]))
         self.stdout, self.stderr = None, None
         theirs: list[int] = []
         for name, asked in ("stdout", stdout), ("stderr", stderr):

@@ -32,7 +32,10 @@ def install() -> None:
                     there = t.detach().to(DEVICE)
                     if isinstance(t, torch.nn.Parameter):
                         there = torch.nn.Parameter(there, t.requires_grad)
-                    torch.utils.swap_tensors(t, there)  # the same object: optimizers and ties know it
+                    if torch._has_compatible_shallow_copy_type(t, there):  # type: ignore[attr-defined]
+                        t.data = there.data  # as Module.to does
+                    else:
+                        torch.utils.swap_tensors(t, there)  # the same object: optimizers and ties know it
         return compile_there(model, *args, **kwargs)
 
     interlace.compile = compile

@@ -213,7 +213,11 @@ def faulty(what: str, mode: str) -> tuple[dict[str, Any] | None, list[str]]:
 def test_places_reused_before_a_transfer_is_over_are_reported(what: str) -> None:
     right = ranks.run(train, 2, "llama", "soft")
     for seed in range(20):
-        results = ranks.run(faulty, 2, what, f"starve:{seed}")
+        try:
+            results = ranks.run(faulty, 2, what, f"starve:{seed}")
+        except AssertionError as e:  # what is overwritten may be labels, which then name no class
+            assert "out of bounds" in str(e), e
+            return
         assert all(any("overwrites without a wait" in line for line in reports) for _, reports in results)
         if not all(got is not None and same(got, right[rank]) for rank, (got, _) in enumerate(results)):
             return
