@@ -29,13 +29,16 @@ from interlace.cost.measurements import from_rows
 
 SIZES = {
     "0.5g": {"hidden": 2048, "layers": 8, "heads": 16, "inter": 5504, "vocab": 32000, "tokens": 2048},
+    "8b": {
+        "hidden": 4096, "layers": 32, "heads": 32, "key_heads": 8, "inter": 14336, "vocab": 128256, "tokens": 4096, "rows": 2,
+    },  # of Llama-3-8B
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64},
 }
-WAITED = {"regions": "on", "regions_wait": True}
+OPS, WAITED = {"regions": "off"}, {"regions": "on", "regions_wait": True}
 OURS: dict[str, dict[str, Any]] = {
-    "interlace": {}, "interlace, graphs": {"device_graphs": True}, "interlace, regions": WAITED,
-    "interlace, regions, graphs": {"device_graphs": True, **WAITED}, "interlace, regions beside": {"regions": "on"},
-    "interlace, less memory": {},  # --memory-limit
+    "interlace": OPS, "interlace, graphs": {"device_graphs": True, **OPS}, "interlace, regions": WAITED,
+    "interlace, regions, graphs": {"device_graphs": True, **WAITED}, "interlace, as it comes": {"device_graphs": "auto"},
+    "interlace, less memory": WAITED,  # --memory-limit
 }  # fmt: skip
 METHODS = ("eager", "torch.compile", "ddp", "fsdp2", *OURS)
 LOSSES = 4  # of the first steps are compared between methods
@@ -43,9 +46,23 @@ SETTLE_S = 120.0  # at most until our schedule has done what it will, and region
 Facts = dict[str, Any]
 
 
-def plain(method: str, size: dict[str, Any], device: torch.device, batch: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+def made(size: dict[str, Any], device: torch.device, autocast: bool) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """The model, made where it trains, and its loss: in bfloat16, or in float32 under torch.autocast."""
+    with device:
+        model = llama(size, torch.float32 if autocast else torch.bfloat16)
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            return causal_loss(model, batch)
+
+    return model, loss if autocast else causal_loss
+
+
+def plain(
+    method: str, size: dict[str, Any], device: torch.device, batch: dict[str, torch.Tensor], autocast: bool
+) -> Callable[[], torch.Tensor]:
     """A step of PyTorch's own."""
-    model: Any = llama(size, torch.bfloat16).to(device)
+    model, loss_of = made(size, device, autocast)
     if method == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
@@ -61,7 +78,7 @@ def plain(method: str, size: dict[str, Any], device: torch.device, batch: dict[s
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss = causal_loss(run, batch)
+        loss: torch.Tensor = loss_of(run, batch)
         loss.backward()
         optimizer.step()
         return loss
@@ -110,24 +127,26 @@ def forecast(trainer: Any, batch: dict[str, torch.Tensor], rounds: int) -> Facts
     }  # fmt: skip
 
 
-def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int, limit: int | None = None) -> Facts:
+def measure(
+    method: str, size: dict[str, Any], device: torch.device, rounds: int, limit: int | None = None, autocast: bool = False
+) -> Facts:  # fmt: skip
     rank = int(os.environ.get("RANK", "0"))
-    batch = {name: tensor.to(device) for name, tensor in token_batch(size, rank=rank).items()}
+    batch = {name: tensor.to(device) for name, tensor in token_batch(size, size.get("rows", 1), rank=rank).items()}
     facts: Facts = {"method": method}
     trainer = None
     if method.startswith("interlace"):
-        model = llama(size, torch.bfloat16).to(device)
+        model, loss_of = made(size, device, autocast)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
         begin = time.perf_counter()
         config = interlace.Config(**{"device_graphs": False, "memory_limit": limit} | OURS[method])
-        trainer = interlace.compile(model, optimizer, causal_loss, batch, config)
+        trainer = interlace.compile(model, optimizer, loss_of, batch, config)
         facts["compile_s"] = time.perf_counter() - begin
         ours = trainer
 
         def step() -> torch.Tensor:
             return ours.step(batch)
     else:
-        step = plain(method, size, device, batch)
+        step = plain(method, size, device, batch, autocast)
     facts["losses"] = [float(step()) for _ in range(LOSSES)]
     if trainer is not None:
         while not (trainer.steps > AUTO_STEP + 2 and trainer.settled) and time.perf_counter() < begin + SETTLE_S:
@@ -156,6 +175,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="0.5g")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--memory-limit", type=int, help="bytes of a rank, for our side")
+    parser.add_argument("--autocast", action="store_true", help="float32 parameters under torch.autocast in bfloat16")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -163,7 +183,7 @@ def main() -> None:
     torch.accelerator.set_device_index(device.index)
     if ranks > 1:
         dist.init_process_group(f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}")
-    facts = measure(args.method, SIZES[args.size], device, args.rounds, args.memory_limit)
+    facts = measure(args.method, SIZES[args.size], device, args.rounds, args.memory_limit, args.autocast)
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(facts), flush=True)
     if ranks > 1:

@@ -22,7 +22,7 @@ def llama(case: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 
         intermediate_size=case["inter"],
         num_hidden_layers=case["layers"],
         num_attention_heads=case["heads"],
-        num_key_value_heads=case["heads"],
+        num_key_value_heads=case.get("key_heads", case["heads"]),
         vocab_size=case["vocab"],
         max_position_embeddings=max(2048, case["tokens"]),
         tie_word_embeddings=False,

@@ -52,8 +52,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """`device`: the type of those that the program is for; fakes are of CPUs on any."""
         super().__init__()
-        self.device = device
-        self.fakes, self.sites, self.dims, self.constants, self.ways = fakes, sites, dims, constants, ways
+        self.fakes, self.sites, self.dims, self.constants, self.ways, self.device = fakes, sites, dims, constants, ways, device
         self._sized, self.own_draws = Sized(self), OwnDraws(self)
         self.lines: list[str] = []
         self.part, self.num_ops = "fwd", 0
