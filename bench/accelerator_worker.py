@@ -123,7 +123,7 @@ def forecast(trainer: Any, batch: dict[str, torch.Tensor], rounds: int) -> Facts
     simulation = _core.Simulation(program, trainer._loop.planner.cluster_text(), profile=profile)
     return {
         "predicted_ms": simulation.step_us / 1e3, "measured_ms": statistics.median(seconds) * 1e3,
-        "predicted_bytes": simulation.taken_bytes,
+        "predicted_bytes": simulation.taken_bytes + trainer._run.programs.allocator_bytes(program),
     }  # fmt: skip
 
 

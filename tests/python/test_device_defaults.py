@@ -15,7 +15,7 @@ from interlace.capture.functional import promised
 from interlace.compiling import regions
 from interlace.config.schedule import default_schedule
 from interlace.cost import device_copies
-from interlace.cost.machine import beside_bytes
+from interlace.cost.machine import allocator_bytes, beside_bytes
 from interlace.train import compile as compiling
 
 aten = torch.ops.aten
@@ -115,3 +115,11 @@ def test_copies_and_what_runs_beside_them_are_measured_where_memory_is_limited()
     pairs = [line.split()[1:] for line in lines if line.startswith("together ")]
     assert [(first, second) for first, _, second, _ in pairs] == [("compute", "d2h"), ("compute", "h2d"), ("h2d", "d2h")]
     assert all(float(factor) >= 1 for _, one, _, two in pairs for factor in (one, two))
+
+
+def test_the_allocators_part_of_a_prediction() -> None:
+    """As torch's allocator rounds on CUDA: 21.5 MiB become 22, of 125 the last MiB is not split off, of 2240.2 it is."""
+    mib = 1 << 20
+    sizes = [8 * mib, 21 * mib + mib // 2, 125 * mib, 2240 * mib + 200_000]
+    assert allocator_bytes(torch.device("cpu"), sizes) == 0
+    assert allocator_bytes(torch.device("cuda"), sizes) == 32 * mib + mib // 2 + mib

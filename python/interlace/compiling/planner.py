@@ -241,10 +241,9 @@ class Planner:
         if not self.profile:
             return None
         cluster = self.cluster_text()
-        simulation = _core.Simulation(
-            _core.Program.parse(text, "program"), cluster, profile=self.profile, foreign=self.config.profile != "auto"
-        )
-        return Prediction(simulation.step_us, simulation.taken_bytes)
+        program = _core.Program.parse(text, "program")
+        simulation = _core.Simulation(program, cluster, profile=self.profile, foreign=self.config.profile != "auto")
+        return Prediction(simulation.step_us, simulation.taken_bytes + self.programs.allocator_bytes(program))
 
     def _limit(self, limit: int | None) -> int | None:
         return min((n for n in (limit, self.programs.room) if n is not None), default=None)

@@ -24,7 +24,7 @@ from interlace.compiling.regions import Regions
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
 from interlace.config import Config, format_bytes
-from interlace.cost.machine import beside_bytes
+from interlace.cost.machine import allocator_bytes, beside_bytes
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
@@ -279,6 +279,13 @@ class Programs:
             own = step_states(program)
             need += sum(size for name, size in step_states(beside).items() if name not in own)
         return need
+
+    def allocator_bytes(self, program: Any) -> int:
+        """What a device's allocator takes beside a program's states that stay there, and beside the arena of a step."""
+        if self.peers.device.type != "cuda":
+            return 0
+        states = [math.prod(s["shape"]) * DTYPES[s["dtype"]].itemsize for s in program.states() if s["persistent"] and not s["moves"]]
+        return allocator_bytes(self.peers.device, [*states, program.memory_plan()["taken_bytes"]])
 
     def within_limit(self, make: Callable[[int], Made], limit: int, beside: Any = None) -> Made:
         """What make(limit) gives. Passes but the search hold what lives at once to it: where that takes more than memory_limit with all in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ def room_of(device: Any) -> int:
     import torch
 
     return max(0, device_bytes(device)[0] + int(torch.accelerator.memory_reserved(device)) - FREE_BESIDE) // ROOM_STEP * ROOM_STEP
+
+
+def allocator_bytes(device: Any, storages: Iterable[int]) -> int:
+    """What CUDA's libraries and allocator take beside storages of these sizes: a workspace, and of each what is not split off its block.
+    Blocks of 10 MiB and more are of whole 2 MiB, of which 1 MiB and less stays (torch's CUDACachingAllocator)."""
+    if device.type != "cuda":  # unknown there
+        return 0
+    large = (size for size in storages if size >= 10 << 20)
+    return WORKSPACE + sum(left for left in (-size % (2 << 20) for size in large) if left <= 1 << 20)
 
 
 def beside_bytes(device: Any, limit: int) -> int:
