@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "checkpoint": {"config", "dist", "errors"},
     "regions": {"private", "version"},
     "compiling": {"capture", "config", "cost", "dist", "errors", "private", "regions", "version"},
-    "train": {"capture", "checkpoint", "compiling", "config", "dist", "errors", "observe", "private"},
+    "train": {"capture", "checkpoint", "compiling", "config", "cost", "dist", "errors", "observe", "private"},
     "interlace": {"config", "errors", "train", "version"},
     "integrations": {"config", "errors", "interlace"},
     "cli": {
