@@ -37,7 +37,8 @@ Result<std::shared_ptr<const Cubins>> Cubins::Load(std::string_view target, c10:
   for (const auto& [attribute, value] :
        {std::pair(CudaDriver::kComputeCapabilityMajor, &major), std::pair(CudaDriver::kComputeCapabilityMinor, &minor)})
     INTERLACE_TRY(driver.Check(driver.cuDeviceGetAttribute(value, attribute, ordinal), "cuDeviceGetAttribute"));
-  const std::string here = "sm_" + std::to_string(10 * major + minor);
+  // Devices of 8.x run what is made for 8.0; what is made for 9.0 is of sm_90a, which is 9.0 alone.
+  const std::string here = "sm_" + std::to_string(major == 8 ? 80 : 10 * major + minor);
   if (target != here) return MakeError("kernels are for ", target, ", and ", device.str(), " is ", here);
   const std::shared_ptr<Cubins> cubins(new Cubins(device, driver));
   void*& context = cubins->context_;

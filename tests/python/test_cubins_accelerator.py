@@ -236,6 +236,22 @@ def bodies_with(caplog: pytest.LogCaptureFixture, cache: str, reason: str, **set
     assert run["losses"] == train("vit", "soft", cache, regions="off")["losses"]
 
 
+def test_devices_of_8_x_run_what_is_made_for_8_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, target in ((86, "sm_80"), (89, "sm_80"), (90, "sm_90")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: divmod(c, 10))
+        assert cuda.target_of(torch.device("cuda")) == target
+    known = funcs(*ALL)
+    functions = ready(known, "on", tmp_path, print)
+    assert functions is not None
+    with soft_cuda.driven(tmp_path) as driver:
+        regions = cuda.cubins(known, "sm_80", tmp_path, print).regions
+        driver.know(regions, known, ctypes.CDLL(str(functions.path)))
+        driver.capability(89)
+        assert _runtime.Cubins("sm_80", "soft:0", regions).refused() == {}
+        with pytest.raises(_runtime.Error, match="kernels are for sm_90, and soft:0 is sm_80"):
+            _runtime.Cubins("sm_90", "soft:0", regions)
+
+
 def test_another_device_than_the_files_runs_bodies(cache: str, caplog: pytest.LogCaptureFixture) -> None:
     cuda._loaded.cache_clear()
     soft_cuda.driver().capability(80)  # driven() makes it an sm_90 again

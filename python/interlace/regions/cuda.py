@@ -97,7 +97,7 @@ def target_of(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip is not None:
         raise RegionsError(f"kernels are made for CPUs and CUDA devices, this is {device.type if torch.version.hip is None else 'ROCm'}")
     major, minor = torch.cuda.get_device_capability(device)
-    target = f"sm_{10 * major + minor}"
+    target = "sm_80" if major == 8 else f"sm_{10 * major + minor}"  # binaries for 8.0 run on all 8.x
     if target not in TARGETS:
         raise RegionsError(f"this device is {target}, and kernels are made for {', '.join(TARGETS)}")
     return target
