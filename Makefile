@@ -33,7 +33,7 @@ test: $(CORE)-test  ## all tests; CORE=asan has those of the core rooms under sa
 	@sh tools/setup/system.sh headers
 	@$(SETUP) test
 	@$(PY) -m pytest -m "not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
-	@INTERLACE_DEVICE=soft $(PY) -m pytest -m "not soak" -n $(JOBS) --dist loadfile tests/regress tests/python/test_accelerator_faults.py tests/python/test_accelerator_lost.py tests/python/test_arena_accelerator.py tests/python/test_cubins_accelerator.py tests/python/test_device_graphs.py tests/python/test_kernels_accelerator.py tests/python/test_paced.py
+	@INTERLACE_DEVICE=soft $(PY) -m pytest -m "not soak" -n $(JOBS) --dist loadfile tests/regress tests/python/test_accelerator_faults.py tests/python/test_accelerator_lost.py tests/python/test_arena_accelerator.py tests/python/test_cubins_accelerator.py tests/python/test_device_defaults.py tests/python/test_device_graphs.py tests/python/test_kernels_accelerator.py tests/python/test_paced.py
 
 core-test:  ## build and test the C++ rooms that need no torch
 	@sh tools/setup/system.sh python cxx venv gtest
