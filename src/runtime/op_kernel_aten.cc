@@ -74,6 +74,7 @@ struct AtenKernel final : KernelData {
   std::optional<c10::OperatorHandle> functional;  // into_target: to be called once, as it shows the type of the result
   int64_t rng = 0, micro = 0;
   bool seeds_default = false;  // random, but without a generator argument
+  int hosted = -1;             // which argument the operator reads on the host
 
   void Run(Frame& frame) {
     if (!call.value_checks.empty()) CheckValues(frame, call.value_checks);
@@ -106,6 +107,7 @@ struct AtenKernel final : KernelData {
           break;
       }
     }
+    if (hosted >= 0) stack[hosted] = stack[hosted].toTensor().cpu();
     if (functional) CheckType(frame, target);
     if (seeds_default) {
       KeyedRandom::DefaultScope scope(*frame.random, rng, micro);
@@ -134,6 +136,7 @@ struct AtenKernel final : KernelData {
 
   void Store(Frame& frame, ResultSlot& result, at::Tensor tensor) {
     if (result.value == kNone) return;
+    if (hosted >= 0) tensor = tensor.to(frame.device);
     if (!checked) Check(result, tensor);
     if (result.placed) {
       at::Tensor target = result.target.Get(frame);
@@ -333,6 +336,12 @@ ValueId PureViewOperand(const BuildContext& context, const Op& op) {
   return handle && !handle->schema().is_mutable() ? ValueArg(op, 0) : kNone;
 }
 
+// Which argument an operator reads on the host, wherever its others lie; -1: none.
+int HostedOf(const Op& op) {
+  if (op.name == "aten._pack_padded_sequence" || op.name == "aten._pad_packed_sequence") return 1;
+  return op.name == "aten._pack_padded_sequence_backward" ? 2 : -1;
+}
+
 }  // namespace
 
 Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
@@ -372,6 +381,7 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
     return OpError(context, op, "the operator gives only " + std::to_string(schema.returns().size()) + " results");
   }
   kernel->from_file = !context.options.captured_here;
+  kernel->hosted = HostedOf(op);
   kernel->rng = op.rng.value_or(0);
   kernel->micro = MicroBatchOf(op);
   kernel->seeds_default = op.rng && context.options.keyed_random && !kernel->call.takes_generator;

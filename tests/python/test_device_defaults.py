@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
@@ -123,3 +124,36 @@ def test_the_allocators_part_of_a_prediction() -> None:
     sizes = [8 * mib, 21 * mib + mib // 2, 125 * mib, 2240 * mib + 200_000]
     assert allocator_bytes(torch.device("cpu"), sizes) == 0
     assert allocator_bytes(torch.device("cuda"), sizes) == 32 * mib + mib // 2 + mib
+
+
+class Packed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        assert lengths.device.type == "cpu"
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(packed.data.tanh()).mean(0)
+
+
+@pytest.mark.software
+@pytest.mark.parametrize("settings", [{"fullgraph": False}, {"mode": "eager"}], ids=str)
+def test_lengths_stay_in_the_hosts_memory(settings: dict[str, Any]) -> None:
+    """As a loop of PyTorch's gives them: beside tensors on the device they are meant to lie there."""
+    torch.manual_seed(0)
+    model = Packed().to("soft")
+    batches = [(torch.randn(4, 5, 4).to("soft"), torch.randint(1, 6, (4,)).clamp(min=1)) for _ in range(3)]
+    batches = [(x, torch.cat([lengths[:-1], torch.tensor([5])])) for x, lengths in batches]
+    theirs = copy.deepcopy(model)
+    optimizer, expected = torch.optim.SGD(theirs.parameters(), lr=0.1), []
+    for batch in batches:
+        loss = theirs(*batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    config = interlace.Config(cache="off", schedule=[], **settings)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with interlace.compile(model, own, lambda m, batch: m(*batch).square().mean(), batches[0], config) as trainer:
+        assert [float(trainer.step(batch)) for batch in batches] == pytest.approx(expected, rel=1e-5)

@@ -87,6 +87,15 @@ def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any
     return type(batch)(v for _, v in new)
 
 
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch as PyTorch's own loop would have it: with its tensors on `device`, but those in the host's memory where some lie there
+    already (lengths of sequences that are packed, say). The same object when nothing has to move."""
+    tensors = [(path, x) for path, x in leaves(batch) if isinstance(x, torch.Tensor)]
+    there = {path for path, x in tensors if x.device.type == device.type and device.index in (None, x.device.index)}
+    moved = {p: x.to(device, non_blocking=True) for p, x in tensors if p not in there and not (there and x.device.type == "cpu")}
+    return rebuild(batch, moved) if moved else batch
+
+
 def of_rows(micro_batch: Any, rows: int, wanted: int) -> Any:
     """A micro-batch of so many samples with as many as are wanted: its own, repeated or left out. For its shapes."""
     resized = {

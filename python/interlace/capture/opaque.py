@@ -65,6 +65,7 @@ class OpaqueCall:
     random: bool  # it draws random numbers, of torch's default generator at least
     stateful: bool  # it draws others, reads clocks or iterators, or changes what it reads: runs once a step
     autocast: torch.dtype | None  # of the region of torch.autocast that the call is in
+    hosted: list[int]  # inputs that lie in the host's memory though the model does not
     wanted: list[int] = dataclasses.field(default_factory=list)  # inputs, then parameters, whose gradients backward gives
 
 
@@ -252,6 +253,7 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
                 changed=[n for n, b in after.items() if b is not buffers[n] or n in writes.written() or not torch.equal(b, before[n])],
                 result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in tensor_leaves(result)],
                 random=stateful or draws(device) != state, stateful=stateful, autocast=region,
+                hosted=[i for i, (_, t) in enumerate(tensor_leaves((args, kwargs))) if t.device.type == "cpu" != device],
             )
         )  # fmt: skip
         return result

@@ -88,7 +88,7 @@ class OpaqueTable:
     def _run(call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Outputs and new values of the buffers; runs on copies of the buffers."""
         n, m = len(call.inputs), len(call.inputs) + len(call.params)
-        given = {path: t for (path, _), t in zip(call.inputs, operands[:n], strict=True)}
+        given = {path: t.cpu() if i in call.hosted else t for i, ((path, _), t) in enumerate(zip(call.inputs, operands[:n], strict=True))}
         args, kwargs = rebuild(call.call, given)
         own = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
         state = {**dict(zip(call.params, operands[n:m], strict=True)), **own}
@@ -109,7 +109,7 @@ class OpaqueTable:
                 f"{[(str(g.dtype), g.size) for _, g in call.outputs]}; its results must not change their sizes with the data "
                 '(mode="eager" takes them)'
             )
-        return [found[path] for path, _ in call.outputs], buffers
+        return [found[path].to(operands[0].device) if operands else found[path] for path, _ in call.outputs], buffers
 
     def _forward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
         kept = call.stateful and bool(call.wanted)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from interlace.capture.effects import Stored, kept_draws, kept_generators
-from interlace.capture.inputs import leaves, rebuild
+from interlace.capture.inputs import on_device
 from interlace.capture.model_tensors import ModelTensor, collect, device_type, swapped, tensors_of
 from interlace.capture.watch import Watch
 from interlace.capture.writes import Writes, refuse_writes
@@ -41,7 +41,7 @@ def run_for_real(
     writes = Writes({n: p if values is None else values.get(id(p), p) for n, p in own.items()})
     watch = Watch(model, loss_fn)
     device = device_type(values.values() if values else own.values())
-    batch = rebuild(batch, {p: x.to(device) for p, x in leaves(batch) if isinstance(x, Tensor) and x.device.type != device})
+    batch = on_device(batch, torch.device(device))
     with contextlib.ExitStack() as stack:
         stack.callback(watch.restore)
         stack.enter_context(torch.no_grad())

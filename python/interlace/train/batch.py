@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from interlace.capture.inputs import InputSpec, leaves, rebuild
+from interlace.capture.inputs import InputSpec
 from interlace.errors import InterlaceError
 
 
@@ -32,12 +32,6 @@ def micro_batches(spec: InputSpec | None, batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     return InputSpec.of(batch).split(batch, count)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`; the same object when nothing has to move."""
-    moved = {path: x.to(device, non_blocking=True) for path, x in leaves(batch) if isinstance(x, torch.Tensor) and x.device != device}
-    return rebuild(batch, moved) if moved else batch
 
 
 def flatten(spec: InputSpec, parts: list[Any], device: torch.device) -> list[list[torch.Tensor]]:

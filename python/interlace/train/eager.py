@@ -21,6 +21,7 @@ from torch import nn
 
 from interlace.capture.effects import kept_generators
 from interlace.capture.groups import optimizer_groups
+from interlace.capture.inputs import on_device
 from interlace.capture.literals import quote
 from interlace.capture.loss import outputs_of
 from interlace.capture.model_tensors import ModelTensor, collect, flat_weights_kept
@@ -30,7 +31,6 @@ from interlace.capture.writes import Writes, refuse_writes
 from interlace.compiling.states import DTYPES, WEIGHT, States
 from interlace.dist.peers import Peers
 from interlace.errors import InterlaceError
-from interlace.train import batch as batches
 from interlace.train import generators
 from interlace.train.materialize import Slot, module_seed, replaced, slots_of
 
@@ -152,7 +152,7 @@ class EagerRunner:
             begin = {name: t.data_ptr() for name, t in leaves.items()}
             for i, part in enumerate(micro_batches):
                 with self._generator(step, i):
-                    named = outputs_of(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))
+                    named = outputs_of(self.loss_fn(self.model, on_device(part, self.peers.device)))
                     found = _gradients(named["loss"], leaves)
                 for name, value in named.items():
                     outputs.setdefault(name, []).append(value.detach())
@@ -180,7 +180,7 @@ class EagerRunner:
                 writes = Writes(leaves)
                 try:
                     with writes:
-                        loss = outputs_of(self.loss_fn(self.model, batches.to_device(micro_batch, self.peers.device)))["loss"]
+                        loss = outputs_of(self.loss_fn(self.model, on_device(micro_batch, self.peers.device)))["loss"]
                         found = _gradients(loss, leaves)
                 finally:
                     writes.restore()
@@ -212,7 +212,7 @@ class EagerRunner:
             with self.installed() as leaves:
                 for i, part in enumerate(micro_batches):
                     with self._generator(step, i):
-                        loss = outputs_of(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))["loss"]
+                        loss = outputs_of(self.loss_fn(self.model, on_device(part, self.peers.device)))["loss"]
                         found = _gradients(loss, leaves)
                     if not culprit and not torch.isfinite(loss):
                         culprit.append("every module's output is finite: the loss function makes the first such value")

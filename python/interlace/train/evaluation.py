@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture.inputs import InputSpec
+from interlace.capture.inputs import InputSpec, on_device
 from interlace.capture.loss import outputs_of
 from interlace.capture.ways import other_way, ways_of
 from interlace.compiling.captures import Captures
@@ -174,7 +174,7 @@ class Evaluation:
 
     def _run_eager(self, runner: EagerRunner, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor]:
         with runner.installed(), in_eval_mode(self.run.model), torch.no_grad():
-            result = (loss_fn or default_loss)(self.run.model, batches.to_device(batch, self.run.peers.device))
+            result = (loss_fn or default_loss)(self.run.model, on_device(batch, self.run.peers.device))
             return {name: value.detach().clone() for name, value in outputs_of(result).items()}
 
 
