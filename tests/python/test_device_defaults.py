@@ -12,6 +12,7 @@ import torch
 import zoo
 
 import interlace
+from interlace.capture import check_ops
 from interlace.capture.functional import promised
 from interlace.compiling import regions
 from interlace.config.schedule import default_schedule
@@ -157,3 +158,16 @@ def test_lengths_stay_in_the_hosts_memory(settings: dict[str, Any]) -> None:
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     with interlace.compile(model, own, lambda m, batch: m(*batch).square().mean(), batches[0], config) as trainer:
         assert [float(trainer.step(batch)) for batch in batches] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.software
+def test_looking_at_operators_draws_nothing() -> None:
+    """Dtypes in 16 bits come from a run on the device, whose generator is then as it was."""
+    check_ops._dtypes.clear()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).to("soft", torch.bfloat16)
+    module, batch = torch.get_device_module("soft"), torch.ones(4, 8, device="soft", dtype=torch.bfloat16)
+    before = module.get_rng_state()
+    config = interlace.Config(cache="off", schedule=[])
+    with interlace.compile(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).float().sum(), batch, config):
+        assert torch.equal(module.get_rng_state(), before)
+    assert any(key[1] == "soft" for key in check_ops._dtypes)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
+from interlace.capture.effects import kept_draws
 from interlace.capture.functional import op_name, promised
 from interlace.capture.tracing import without_log
 from interlace.errors import CaptureError
@@ -211,7 +212,7 @@ def _alone() -> Iterator[None]:
 
 def _run_real(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int], device: str) -> list[Tensor | None]:
     """What the operator gives for small real arguments: tensors, and None for those it leaves out."""
-    with _alone(), torch.no_grad():
+    with _alone(), kept_draws(device), torch.no_grad():
         made: dict[int, Tensor] = {}
         real_args, real_kwargs = _scaled(args, scale, made), {k: _scaled(v, scale, made) for k, v in kwargs.items() if k != "device"}
         there = {id(t): t.to(device) for t in made.values()}

@@ -120,7 +120,10 @@ class Profiler:
         missing = not known and room >= NEEDS
         if not self.peers.exchange(f"copies of profile {number}", missing)[0]:
             return known
-        rows = DeviceCopies(self.peers.device).rows()
+        try:
+            rows = DeviceCopies(self.peers.device).rows()
+        except torch.OutOfMemoryError:  # what is free goes to others; the preset's times stay
+            rows = {}
         everyone = self.peers.exchange(f"copies measured for profile {number}", [[kind, key, row] for (kind, key), row in rows.items()])
         if self.peers.rank == 0:
             self._store(merge([{(kind, key): row for kind, key, row in one} for one in everyone]))
