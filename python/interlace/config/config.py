@@ -102,8 +102,8 @@ class Config:
     tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
     arena            what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
     device_graphs    accelerators: micro-batches of a program that has settled are captured once and then given to the device whole, which
-                     costs the host no time an op: "auto" where that can be (stats()["graphs"] says why not), True (an error where it
-                     cannot), False. With the bits of ops that are given one by one
+                     costs the host no time an op: "auto" where that can be (stats()["graphs"] says why not; on several CUDA devices
+                     it was never tried, and is not), True (an error where it cannot), False. With the bits of ops that are given one by one
     regions          CPUs and CUDA: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the
                      cache (docs/regions.md): "on", "exact" (CPUs: only those with the bits of their ops, compared when they are made),
                      "off"; "auto": on for CUDA devices that kernels can be made for, but not with debug or deterministic, off on CPUs
