@@ -38,7 +38,7 @@ OPS, WAITED = {"regions": "off"}, {"regions": "on", "regions_wait": True}
 OURS: dict[str, dict[str, Any]] = {
     "interlace": OPS, "interlace, graphs": {"device_graphs": True, **OPS}, "interlace, regions": WAITED,
     "interlace, regions, graphs": {"device_graphs": True, **WAITED}, "interlace, as it comes": {"device_graphs": "auto"},
-    "interlace, less memory": WAITED,  # --memory-limit
+    "interlace, regions beside": {"regions": "on"}, "interlace, less memory": WAITED,  # --memory-limit
 }  # fmt: skip
 METHODS = ("eager", "torch.compile", "ddp", "fsdp2", *OURS)
 LOSSES = 4  # of the first steps are compared between methods

@@ -165,6 +165,7 @@ Target TargetOf(const BuildContext& context, ValueId placed);
 // Each builds the kernel of one op. Error: unknown operator, arguments that do not fit, an op this runtime does not
 // have.
 Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op);
+int HostedOf(const Op& op);  // which argument the operator reads on the host, wherever its others lie; -1: none
 Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);  // gather.*, reduce.*, all_reduce.*
 // all_gather, reduce_scatter, all_to_all, broadcast, send, recv: starts
 Result<Kernel> BuildExchangeKernel(const BuildContext& context, const Op& op);

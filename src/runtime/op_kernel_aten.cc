@@ -336,13 +336,12 @@ ValueId PureViewOperand(const BuildContext& context, const Op& op) {
   return handle && !handle->schema().is_mutable() ? ValueArg(op, 0) : kNone;
 }
 
-// Which argument an operator reads on the host, wherever its others lie; -1: none.
+}  // namespace
+
 int HostedOf(const Op& op) {
   if (op.name == "aten._pack_padded_sequence" || op.name == "aten._pad_packed_sequence") return 1;
   return op.name == "aten._pack_padded_sequence_backward" ? 2 : -1;
 }
-
-}  // namespace
 
 Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
   if (const ValueId operand = PureViewOperand(context, op); operand != kNone) {

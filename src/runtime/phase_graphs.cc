@@ -52,6 +52,7 @@ std::function<std::unique_ptr<DeviceGraph>()> TorchGraphs(c10::DeviceType) { ret
 std::string WhyNot(const Op& op) {
   if (op.rng) return "it draws random numbers, by keys that the host gives in each step";
   if (op.kind == OpKind::kCallPython) return "it runs in Python";
+  if (HostedOf(op) >= 0) return "the host reads what it takes";
   if (op.kind == OpKind::kNormCoef || IsUpdate(op) || IsPending(op) || op.part == Part::kUpdate)
     return "it belongs to an optimizer step, whose numbers the host gives";
   if (TraitsOf(op).family == OpFamily::kTier) return "the host moves what it moves";

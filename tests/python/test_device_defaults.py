@@ -159,6 +159,8 @@ def test_lengths_stay_in_the_hosts_memory(settings: dict[str, Any]) -> None:
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     with interlace.compile(model, own, lambda m, batch: m(*batch).square().mean(), batches[0], config) as trainer:
         assert [float(trainer.step(batch)) for batch in batches] == pytest.approx(expected, rel=1e-5)
+        if "fullgraph" in settings:
+            assert "the host reads what it takes" in trainer.stats()["graphs"]["why_not"]
 
 
 @pytest.mark.software
