@@ -18,6 +18,7 @@
 #include <map>
 #include <tuple>
 
+#include "ir/op_table.h"
 #include "passes/passes.h"
 #include "passes/sharding.h"
 

@@ -234,7 +234,8 @@ def test_training(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for run in (fused, exact, bodies):
         assert run["arena"]["settled"] and run["arena"]["unforeseen"] == []
         assert run["arena"]["planned_bytes"] == run["arena"]["top_bytes"]
-    assert fused["arena"]["planned_bytes"] <= plain["arena"]["planned_bytes"] * 1.02
+    most = {"llama": 0.87, "gpt2": 0.73, "vit": 1.0}[case]  # what regions can make again is not kept
+    assert fused["arena"]["planned_bytes"] <= plain["arena"]["planned_bytes"] * most
 
 
 def test_the_same_bits_for_every_strategy(folder: Path) -> None:
