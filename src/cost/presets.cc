@@ -352,19 +352,26 @@ std::string Changed(const Preset& preset) {
   return text;
 }
 
-// [step.ours] and [step.graph]: kernels as in [step.eager], launched by this runtime and all at once.
+// [step.ours] and [step.graph]: this runtime's regions come as near to their kernels as compiled ones, and what they
+// move is counted region by region; PyTorch's graphs have the kernels of [step.eager].
 void AddStacks(std::string& text) {
   const size_t begin = text.find("\n[step.eager]");
   if (begin == std::string::npos) return;
-  const std::string eager = text.substr(begin + 1, text.find("\n[", begin + 1) - begin - 1);
-  for (const char* own : {"[step.ours]  # kernels as [step.eager]\nissue_us = 2.0  # assumed",
-                          "[step.graph]  # kernels as [step.eager]\nissue_us = 0.5  # assumed"}) {
-    std::string table = "\n" + std::string(own);
-    for (std::string_view line : Split(eager, '\n')) {
-      if (!line.starts_with("[") && !line.starts_with("issue")) table += "\n" + std::string(line);
+  const auto shares = [&](std::string_view stack, std::initializer_list<std::string_view> keys) {
+    const size_t at = text.find("\n[step." + std::string(stack) + "]");
+    std::string out;
+    for (std::string_view line :
+         Split(std::string_view(text).substr(at + 1, text.find("\n[", at + 1) - at - 1), '\n')) {
+      if (std::any_of(keys.begin(), keys.end(), [&](std::string_view key) { return line.starts_with(key); }))
+        out += "\n" + std::string(line);
     }
-    text.insert(begin, table);
-  }
+    return out;
+  };
+  text.insert(begin, "\n[step.graph]  # kernels as [step.eager]\nissue_us = 0.5  # assumed" +
+                         shares("eager", {"products", "attention", "memory", "error"}) +
+                         "\n[step.ours]  # products and attention as [step.compiled]\nissue_us = 2.0  # assumed" +
+                         shares("compiled", {"products", "attention"}) +
+                         "\nerror = 0.09  # three steps measured on an H100: +4, +8 and -9 %");
 }
 
 }  // namespace

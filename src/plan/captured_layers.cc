@@ -75,6 +75,7 @@ Result<double> CollectiveBytes(const Program& program, const Op& op) {
 // matrices of scores. 0: it does something else.
 int64_t ScoreMatrices(const Program& program, const Op& op, const KernelWork& work, int64_t sequence) {
   if (work.kind != KernelWork::Kind::kMemory || op.results.empty() || op.results[0] == kNone) return 0;
+  if (op.kind == OpKind::kCall) return 0;  // a region has a kernel of its own
   if (op.name.find("softmax") != std::string::npos) return 0;
   const std::vector<Dim>& sizes = program.value(op.results[0]).type.sizes;
   const bool scores =
@@ -91,8 +92,8 @@ bool IsPartOfSoftmax(const ClusterSpec& cluster, int64_t matrices) {
   return fuses && matrices > 0 && (cluster.stack != "megatron" || matrices % kWarps == 0);
 }
 
-Result<LayerWork> WorkOfLayer(const Program& program, const Binding& binding) {
-  INTERLACE_ASSIGN(Program bound, Bind(program, binding));
+// `bound`: what Bind makes of a layer's program.
+Result<LayerWork> WorkOfLayer(const Program& bound, const Binding& binding) {
   LayerWork out;
   if (auto tp = binding.find("tp"); tp != binding.end()) out.tp = tp->second;
   for (OpId id : bound.MicroBatchPhase()->ops) {
@@ -141,6 +142,11 @@ LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster, const Lay
   return times;
 }
 
+// This runtime on an accelerator has regions: their kernels, and what they keep (pass fuse).
+bool HasRegions(const ClusterSpec& cluster) {
+  return cluster.stack == "ours" && !cluster.cpu;
+}
+
 // What selective recomputation keeps (pass recompute): this runtime's, torchtitan's and Megatron's.
 constexpr const char* kSelective[] = {"products", "second", "all"};
 int MeaningOf(const ClusterSpec& cluster) {
@@ -177,30 +183,28 @@ class Layer {
     LayerCost cost;
     LayerWork kept, selective, full;
   };
-  // `meaning`: of selective recomputation, an index of kSelective.
-  Result<Counts> CountsOf(const Binding& binding, int meaning) const {
+  // `meaning`: of selective recomputation, an index of kSelective. `regions`: as HasRegions.
+  Result<Counts> CountsOf(const Binding& binding, int meaning, bool regions) const {
     Counts out;
     LayerCost& cost = out.cost;
-    INTERLACE_ASSIGN(out.kept, WorkOfLayer(kept_.program, binding));
     const DimTable& dims = kept_.program.dims;
     INTERLACE_ASSIGN(cost.parameters, dims.Evaluate(parameters_, binding));
     INTERLACE_ASSIGN(cost.tied, dims.Evaluate(tied_, binding));
     cost.largest_unit = cost.parameters;
     INTERLACE_ASSIGN(cost.boundary, dims.Evaluate(kept_.memory.boundary, binding));
-    INTERLACE_ASSIGN(int64_t forward, Largest(dims, kept_.memory.forward, binding));
-    INTERLACE_ASSIGN(auto kept, Backward(kept_, binding));
-    std::tie(cost.saved_kept, cost.work_backward) = kept;
-    cost.work_forward = forward - cost.saved_kept;
+    INTERLACE_ASSIGN(const Bound kept, Count(kept_, binding, regions, out.kept));
+    cost.saved_kept = kept.saved;
+    cost.work_backward = kept.backward;
+    cost.work_forward = kept.forward;
     cost.saved_selective = cost.saved_full = cost.saved_kept;
     cost.work_backward_selective = cost.work_backward_full = cost.work_backward;
     if (role_ != Role::kBlock) return out;
-    const Variant& chosen = selective_[meaning];
-    INTERLACE_ASSIGN(auto selective, Backward(chosen, binding));
-    std::tie(cost.saved_selective, cost.work_backward_selective) = selective;
-    INTERLACE_ASSIGN(auto full, Backward(full_, binding));
-    std::tie(cost.saved_full, cost.work_backward_full) = full;
-    INTERLACE_ASSIGN(out.selective, WorkOfLayer(chosen.program, binding));
-    INTERLACE_ASSIGN(out.full, WorkOfLayer(full_.program, binding));
+    INTERLACE_ASSIGN(const Bound selective, Count(selective_[meaning], binding, regions, out.selective));
+    cost.saved_selective = selective.saved;
+    cost.work_backward_selective = selective.backward;
+    INTERLACE_ASSIGN(const Bound full, Count(full_, binding, regions, out.full));
+    cost.saved_full = full.saved;
+    cost.work_backward_full = full.backward;
     return out;
   }
 
@@ -269,11 +273,26 @@ class Layer {
     return elements;
   }
 
-  // Bytes saved between the passes, and the backward part's peak beyond them.
-  static Result<std::pair<int64_t, int64_t>> Backward(const Variant& variant, const Binding& binding) {
-    INTERLACE_ASSIGN(int64_t saved, variant.program.dims.Evaluate(variant.memory.saved, binding));
-    INTERLACE_ASSIGN(int64_t peak, Largest(variant.program.dims, variant.memory.backward, binding));
-    return std::pair(saved, std::max<int64_t>(peak - saved, 0));
+  struct Bound {
+    int64_t saved = 0, forward = 0, backward = 0;  // bytes between the passes, and the parts' peaks beyond them
+  };
+  static Result<Bound> Count(const Variant& variant, const Binding& binding, bool regions, LayerWork& work) {
+    INTERLACE_ASSIGN(Program bound, Bind(variant.program, binding));
+    const DimTable* dims = &variant.program.dims;
+    LayerMemory memory = variant.memory;
+    if (regions) {  // of sizes that are numbers
+      INTERLACE_TRY(Fuse(bound, {}));
+      INTERLACE_ASSIGN(memory, MemoryOfLayer(bound));
+      dims = &bound.dims;
+    }
+    INTERLACE_ASSIGN(work, WorkOfLayer(bound, binding));
+    Bound out;
+    INTERLACE_ASSIGN(out.saved, dims->Evaluate(memory.saved, binding));
+    INTERLACE_ASSIGN(const int64_t forward, Largest(*dims, memory.forward, binding));
+    INTERLACE_ASSIGN(const int64_t backward, Largest(*dims, memory.backward, binding));
+    out.forward = std::max<int64_t>(forward - out.saved, 0);
+    out.backward = std::max<int64_t>(backward - out.saved, 0);
+    return out;
   }
 
   Role role_ = Role::kBlock;
@@ -336,14 +355,14 @@ class CapturedLayers : public LayerSource {
     const Layer& layer = layers[static_cast<int>(role)];
     const Layer::Counts* counts = nullptr;
     const int meaning = MeaningOf(cluster_);
-    const auto place = std::tuple_cat(key, std::tuple(meaning));
+    const auto place = std::tuple_cat(key, std::tuple(meaning, HasRegions(cluster_)));
     {
       std::lock_guard lock(mutex_);
       auto found = counted_.find(place);
       if (found != counted_.end()) counts = &found->second;
     }
     if (counts == nullptr) {
-      INTERLACE_ASSIGN(Layer::Counts made, layer.CountsOf(binding, meaning));
+      INTERLACE_ASSIGN(Layer::Counts made, layer.CountsOf(binding, meaning, HasRegions(cluster_)));
       std::lock_guard lock(mutex_);
       counts = &counted_.emplace(place, std::move(made)).first->second;
     }
@@ -419,7 +438,7 @@ class CapturedLayers : public LayerSource {
   Binding cut_binding_;  // of the latter, but for micro-batch and degree
   mutable std::mutex mutex_;
   mutable std::map<std::tuple<Role, int32_t, int32_t>, LayerCost> known_;
-  mutable std::map<std::tuple<Role, int32_t, int32_t, int>, Layer::Counts> counted_;  // on any cluster
+  mutable std::map<std::tuple<Role, int32_t, int32_t, int, bool>, Layer::Counts> counted_;  // on any cluster
   mutable std::map<RunSetting, std::array<Layer::AsRun, kRoles>> runs_;
 };
 
