@@ -13,7 +13,8 @@
 // the same bits) and before the strategy, so that all strategies have the same regions.
 //
 // Options: min=2: ops of a region at least; modules: those whose path begins so (joined by "+"), all by default;
-// recompute=false: what is kept for the backward part stays as it was.
+// recompute=false: what is kept for the backward part stays as it was. Where pass `pipeline` puts forward and backward
+// parts into phases of their own, pass `rematerialize` makes that choice before it.
 #include <algorithm>
 #include <queue>
 #include <string>
@@ -169,18 +170,37 @@ class Fuser {
 
 }  // namespace
 
-Result<bool> Fuse(Program& program, const PassOptions& options) {
+namespace {
+
+Result<FuseOptions> Wanted(const PassOptions& options) {
   FuseOptions wanted;
   INTERLACE_ASSIGN(wanted.least, options.Int("min", 2, 1));
   const std::string modules = options.Text("modules", "");  // named: Split returns views of it
   for (std::string_view path : Split(modules, '+')) {
     if (!path.empty()) wanted.modules.emplace_back(path);
   }
-  const bool recompute = options.Text("recompute", "true") == "true";
+  return wanted;
+}
+
+}  // namespace
+
+Result<bool> Rematerialize(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(const FuseOptions wanted, Wanted(options));
   bool changed = false;
   for (Phase& phase : program.phases) {
+    if (phase.kind == PhaseKind::kMicroBatch) changed = FuseRecompute(program, phase, wanted) || changed;
+  }
+  return changed;
+}
+
+Result<bool> Fuse(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(const FuseOptions wanted, Wanted(options));
+  bool changed = false;
+  if (options.Text("recompute", "true") == "true") {
+    INTERLACE_ASSIGN(changed, Rematerialize(program, options));
+  }
+  for (Phase& phase : program.phases) {
     if (phase.kind != PhaseKind::kMicroBatch) continue;
-    if (recompute) changed = FuseRecompute(program, phase, wanted) || changed;
     const FuseRegions found(program, phase, wanted);
     changed = (!found.regions.empty() && Fuser(program, phase, found).Rewrite()) || changed;
   }

@@ -20,6 +20,7 @@ Result<bool> Pipeline(Program& program, const PassOptions& options = {});
 Result<bool> Order(Program& program, const PassOptions& options = {});
 Result<bool> Precision(Program& program, const PassOptions& options = {});
 Result<bool> Fuse(Program& program, const PassOptions& options = {});
+Result<bool> Rematerialize(Program& program, const PassOptions& options = {});
 Result<bool> Recompute(Program& program, const PassOptions& options = {});
 Result<bool> BreadthFirst(Program& program, const PassOptions& options = {});
 

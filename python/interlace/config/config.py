@@ -404,7 +404,8 @@ class Config:
         if self.regions in ("off", "auto"):  # a run has settled it before
             return standard
         # Behind what looks at single casts and products, before the strategy: all strategies have the same regions.
-        return re.sub(rf"(^|,)(?=({'|'.join(STRATEGIES)})\()", r"\1fuse,", standard)
+        # What is kept for backward parts is chosen before `pipeline` makes phases of them.
+        return re.sub(r",(?=pipeline\()", ",rematerialize,", re.sub(rf"(^|,)(?=({'|'.join(STRATEGIES)})\()", r"\1fuse,", standard))
 
     def _dtype(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
