@@ -100,6 +100,27 @@ def caches(self: Any, x: Tensor) -> Tensor:
     return self.head(self.a(x) * self.cos + self.b(x) * self.table[x.shape])
 
 
+def caches_of_a_buffer(self: Any, x: Tensor) -> Tensor:
+    """As rotary embeddings do: by length, from frequencies that are a buffer."""
+    if self.calls != len(x):
+        self.calls, self.cos = len(x), torch.outer(torch.arange(len(x)).double(), self.turn.angle().repeat(2)).cos()
+    return self.head(self.a(x) * self.cos)
+
+
+def caches_of_a_count(self: Any, x: Tensor) -> Tensor:
+    """The buffer that it keeps something of is another one in each step."""
+    if self.cos is None:
+        self.cos = self.at * 2.0
+    self.at += 1
+    return self.head(self.a(x) * self.cos)
+
+
+def caches_of_a_weight(self: Any, x: Tensor) -> Tensor:
+    if self.cos is None:
+        self.cos = self.b.weight.detach() * 2
+    return self.head(self.a(x) @ self.cos)
+
+
 def counts(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
     return self.head(self.a(x)) * (1.0 if self.calls < 3 else 0.5)
@@ -185,7 +206,9 @@ def lists(self: Any, x: Tensor) -> Tensor:
     return self.head(y) * scale + torch.tensor([len(x), (x > 0).sum()]).sum()
 
 
-WHOLE = [turns, powers, lists, checks_a_variance, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
+WHOLE = [
+    turns, powers, lists, checks_a_variance, teaches_in_place, teaches_anew, caches, caches_of_a_buffer, draws_the_same, curves, reverses,
+]  # fmt: skip
 OPAQUE = [
     teaches_by_a_count, teaches_by_another_count, counts, counts_in_a_list, draws_from_its_own, draws_on, seeds_itself, goes_on, packs,
     looks_up, reverses_by_a_value, checkpoints_by_a_value,
@@ -236,6 +259,12 @@ def test_captured_whole(function: Callable[[Any, Tensor], Tensor]) -> None:
     assert opaque == 0
     assert losses == pytest.approx(expected, rel=1e-9)
     assert max(far) < 1e-8
+
+
+@pytest.mark.parametrize("function", [caches_of_a_count, caches_of_a_weight], ids=lambda f: f.__name__)
+def test_what_is_kept_of_what_steps_change_is_refused(function: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"'cos' of the model is changed by the model while it runs"):
+        train(function)
 
 
 @pytest.mark.parametrize("function", OPAQUE, ids=lambda f: f.__name__)
