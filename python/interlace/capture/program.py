@@ -211,7 +211,7 @@ def _watched(
     def run(one: Trace) -> list[Change]:
         try:
             with kept_generators(), watch.as_tensors(numbers, one.number_dtype()) as names:
-                one.names.update(names)
+                one.names.update({id(t): where for where, t in (*watch.tensors().items(), *watch.outside.items())} | names)
                 one.run(loss_fn, batch)
         finally:
             changes = watch.restore()

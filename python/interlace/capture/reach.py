@@ -119,18 +119,22 @@ def setter(space: Any, name: Any) -> Callable[[Any], None]:
 
 
 class Reach:
-    """`tables`, `places`: what there is to look at. `read`: the names that the user's own code mentions. `varies`: it may read a
-    clock, an iterator or one of `generators`."""
+    """`tables`, `places`: what there is to look at. `outside`: parameters and buffers of modules that are not the model's (teachers, target
+    networks), by their places. `read`: the names that the user's own code mentions. `varies`: it may read a clock, an iterator or one of
+    `generators`."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self.read: set[str] = set()
         self._any: set[type] = set()  # classes whose code reads attributes by computed names
         self._paths = {id(m): path for path, m in model.named_modules()}
+        parameters = dict(model.named_parameters())
+        self._own = {id(p) for p in parameters.values()}
         known = (-1, -1)
         while known != (len(self.read), len(self._any)):  # each round knows more names
             known = len(self.read), len(self._any)
             self.tables: list[Held] = []
             self.places: list[Place] = []
+            self.outside: dict[str, Tensor] = {}
             self.generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []  # how to get and set a state
             self.varies = False
             self._seen: dict[Any, Any] = {}
@@ -142,7 +146,6 @@ class Reach:
         self.varies |= bool(self.generators)
         for i, table in enumerate(hooks_of_all()):
             self._hold(table, functools.partial(_item, f"'global_{i}_hooks' of torch.nn"), "value", None)
-        parameters = dict(model.named_parameters())
         self._look(None, _hooks_of(list(parameters.values())), "the hooks of a parameter", None, lambda value: None)
 
     def _module(self, module: nn.Module, where: str) -> None:
@@ -158,6 +161,9 @@ class Reach:
             self._seen[id(values[table])] = module
             self._hold(values[table], functools.partial(_entry, kind, owner), kind, path)
             for name, x in values[table].items() if outside else ():  # those of the model are the program's
+                if isinstance(x, Tensor) and id(x) not in self._seen and _alone(x):
+                    self._seen[id(x)] = x
+                    self.outside[_entry(kind, owner, name)] = x
                 self._value(x, _entry(kind, owner, name))
         for name, value in values.items():
             if name not in _TABLES and name != "_non_persistent_buffers_set" and (names is None or name in names):
@@ -182,7 +188,7 @@ class Reach:
         own = type(x).__module__
         self.varies |= hasattr(type(x), "__next__")
         if isinstance(x, Tensor):
-            if not isinstance(x, nn.Parameter) and not x.is_inference():
+            if id(x) not in self._own and not x.is_inference():
                 self._look(x, functools.partial(_tensor, x), where, owner, None)
         elif isinstance(x, nn.Module):
             self._module(x, where)
@@ -344,6 +350,12 @@ def _hooks_of(parameters: list[nn.Parameter]) -> Callable[[], tuple]:
         return last[1]
 
     return look
+
+
+def _alone(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own, all of which it shows."""
+    there = x.layout == torch.strided and not x.is_meta and not x.is_inference() and type(x) in (Tensor, nn.Parameter)
+    return there and x.numel() > 0 and not x._is_view() and x.untyped_storage().nbytes() == x.nbytes
 
 
 def _tensor(x: Tensor) -> tuple:

@@ -115,14 +115,14 @@ class Trace:
     def _lift(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
         """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a
         constant of the program; any other tensor may change between steps, so it becomes a plain buffer."""
+        if real.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"a tensor of shape {tuple(real.shape)} that requires gradients is not part of the model; make it an nn.Parameter of the "
+                "model (a loss with parameters must be a module of the model), or use it under torch.no_grad() where it is not trained"
+            )
         known = self._lifted.get(id(real))
         if known is not None and fake is None:
             return known[1]
-        if real.requires_grad:
-            raise CaptureError(
-                f"a tensor of shape {tuple(real.shape)} that requires gradients is not part of the model; "
-                "make it an nn.Parameter of the model (a loss with parameters must be a module of the model)"
-            )
         if real.layout != torch.strided:
             raise CaptureError(f"a tensor of layout {real.layout} is used by the model; make it dense (.to_dense())")
         literal = fake is not None and not real.is_complex()

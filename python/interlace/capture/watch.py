@@ -78,9 +78,11 @@ def describe(x: Any) -> str:
 class Watch:
     """Everything reachable from a model and its loss function, as it is now. `varies`: that may be another value at each look."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
-        self._reach = Reach(model, loss_fn)
+    def __init__(self, model: nn.Module, loss_fn: Any = None, prefix: str = "") -> None:
+        """`prefix`: of the names of the loss function's tensors, which those of another one must not have."""
+        self._reach, self._prefix = Reach(model, loss_fn), prefix
         self.varies = self._reach.varies
+        self.outside = {prefix + where: t for where, t in self._reach.outside.items()}
         self._first = self._later = [get() for get, _ in self._reach.generators]
         self._dicts = [h for h in self._reach.tables if isinstance(h.holder, dict)]
         self._tables = tuple((h.holder, h.values) for h in self._dicts)
@@ -143,6 +145,10 @@ class Watch:
             for change in found:
                 change.put(change.before)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are looked at and not the model's, by place. They and `outside` are buffers of these names."""
+        return {self._prefix + p.where: p.of for p in self._reach.places if p.owner is None and isinstance(p.of, Tensor)}
+
     def _numbers(self) -> Iterator[Change]:
         """Every place that holds a float."""
         for h in (*self._dicts, *self._lists):
@@ -158,14 +164,14 @@ class Watch:
         return {change.where: change.before for change in self._numbers()}
 
     def state(self) -> Iterator[tuple[str, str]]:
-        """(place, value) of all that is plain, and which object the rest is: equal states make equal programs. Not what tensors of modules
-        hold, which is written into buffers of programs."""
+        """(place, value) of all that is plain, and which object the rest is: equal states make equal programs. Not what tensors hold, which
+        is written into buffers of programs."""
         for h in (*self._dicts, *self._lists):
             for key, value in zip(h.keys, h.values, strict=True):
                 if h.counts(key):
                     yield h.where(key), _mark(value)
         for p in self._reach.places:
-            if p.owner is None or not isinstance(p.of, Tensor) or "]" in p.where:
+            if not isinstance(p.of, Tensor) or (p.owner is not None and "]" in p.where):
                 yield p.where, _mark(p.value)
 
     @staticmethod
