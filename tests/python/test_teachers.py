@@ -33,6 +33,7 @@ class Agent:
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = self.teacher(batch) + F.linear(self.teacher[0](batch), self.kept["weight"])
+        wanted = wanted + F.linear(batch, self.teacher[0].weight.detach()).mean()
         return F.mse_loss(model(batch), wanted)
 
 
@@ -237,3 +238,42 @@ STATE: dict[str, Callable[[Remembers, dict[str, Tensor], int], Any] | None] = {
 @pytest.mark.parametrize("kind", STATE)
 def test_another_capture_keeps_what_steps_have_changed(kind: str) -> None:
     assert remembered(STATE[kind], True) == pytest.approx(remembered(STATE[kind], False), rel=1e-9)
+
+
+def adversaries(compiled: bool) -> list[float]:
+    """Two networks, each trained by its own optimizer on a loss that reads the other."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    judge = nn.Sequential(nn.Linear(8, WIDE), nn.LeakyReLU(0.2), nn.Linear(WIDE, 1)).double()
+
+    def judged(judge: nn.Module, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            fake = maker(batch)
+        return F.softplus(judge(fake)).mean() + F.softplus(-judge(batch.repeat(1, 2))).mean()
+
+    def made(maker: nn.Module, batch: Tensor) -> Tensor:
+        judge.requires_grad_(False)
+        loss = F.softplus(-judge(maker(batch))).mean()
+        judge.requires_grad_(True)
+        return loss
+
+    sides: list[tuple[nn.Module, Any]] = [(judge, judged), (maker, made)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model, _ in sides]
+    settings = interlace.Config(schedule=[], cache="off")
+    trainers = [interlace.compile(m, o, f, batch_of(0), settings) for (m, f), o in zip(sides, optimizers, strict=True)] if compiled else []
+    losses = []
+    for step in range(4):
+        for i, (model, function) in enumerate(sides):
+            if compiled:
+                losses.append(trainers[i].step(batch_of(step)).item())
+                continue
+            loss = function(model, batch_of(step))
+            optimizers[i].zero_grad()
+            loss.backward()
+            optimizers[i].step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_two_trainers_that_read_one_another() -> None:
+    assert adversaries(True) == pytest.approx(adversaries(False), rel=1e-9)

@@ -161,7 +161,7 @@ class Reach:
             self._seen[id(values[table])] = module
             self._hold(values[table], functools.partial(_entry, kind, owner), kind, path)
             for name, x in values[table].items() if outside else ():  # those of the model are the program's
-                if isinstance(x, Tensor) and id(x) not in self._seen and _alone(x):
+                if isinstance(x, Tensor) and id(x) not in self._seen and not (x.is_meta or x.is_inference()):
                     self._seen[id(x)] = x
                     self.outside[_entry(kind, owner, name)] = x
                 self._value(x, _entry(kind, owner, name))
@@ -352,15 +352,10 @@ def _hooks_of(parameters: list[nn.Parameter]) -> Callable[[], tuple]:
     return look
 
 
-def _alone(x: Tensor) -> bool:
-    """Whether a tensor has memory of its own, all of which it shows."""
-    there = x.layout == torch.strided and not x.is_meta and not x.is_inference() and type(x) in (Tensor, nn.Parameter)
-    return there and x.numel() > 0 and not x._is_view() and x.untyped_storage().nbytes() == x.nbytes
-
-
 def _tensor(x: Tensor) -> tuple:
     """Where it is, how often it was written, and what is in it where PyTorch may not know of that."""
-    small = x.layout == torch.strided and x.device.type == "cpu" and x.nbytes <= _SMALL and x.is_contiguous() and type(x) is Tensor
+    here = x.layout == torch.strided and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
+    small = here and x.nbytes <= _SMALL and x.is_contiguous()
     data = x.data_ptr() if small else 0
     return x._version, tuple(x.shape), ctypes.string_at(data, x.nbytes) if data else b""
 

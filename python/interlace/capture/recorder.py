@@ -328,7 +328,8 @@ class Recorder(TorchDispatchMode):
         source = args[0]
         if not isinstance(source, FakeTensor):
             if func is not aten.lift_fresh.default and func is not aten.lift.default:
-                return self.lift(source)
+                with torch.set_grad_enabled(torch.is_grad_enabled() and func is not aten.detach.default):
+                    return self.lift(source)
             result = func(source)
             self.lift(source, result)
             return result

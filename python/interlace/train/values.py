@@ -1,7 +1,7 @@
 """Where the values are that Python may write between two steps, and how they come to the program.
 
     the model's parameters and buffers                      views of the program's storages (materialize.py); `p.data = t` is taken over
-    those of modules beside it (a teacher, a target)        the program's storages, too
+    those of modules beside it (a teacher, a target)        the program's storages, too; what shares memory (another trainer's) is copied
     other tensors that the model or loss function reads     copied into buffers, when written or replaced
 """
 
@@ -86,7 +86,8 @@ class Values:
         outside = self._watch.outside
         self._buffers = {b["name"]: self.run.executor.tensor(b["value"]) for b in self.run.ir.buffers() if b["name"] in outside}
         form = lambda t: (t.device, t.dtype, t.shape, t.stride())  # noqa: E731
-        found = [ModelTensor(where, outside[where], "outside") for where, s in self._buffers.items() if form(s) == form(outside[where])]
+        alone = [where for where, s in self._buffers.items() if form(s) == form(outside[where]) and _alone(outside[where])]
+        found = [ModelTensor(where, outside[where], "outside") for where in alone]
         now = {id(t.real): t.real for t in found}
         for t in (t for key, t in self._lent.items() if key not in now):
             t.data = t.detach().clone()
@@ -100,3 +101,8 @@ class Values:
         if t.kind == "outside":
             return self._buffers[t.name]
         return self.run.tensors.buffers.get(t.name) if t.kind == "buffer" else None
+
+
+def _alone(t: Tensor) -> bool:
+    """Whether a tensor has memory of its own, all of which it shows."""
+    return type(t) in (Tensor, nn.Parameter) and not t._is_view() and t.untyped_storage().nbytes() == t.nbytes
