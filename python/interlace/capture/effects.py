@@ -117,13 +117,13 @@ def drawing_line(run: Callable[[], Any], sites: Sites) -> tuple[str, str | None]
 
 
 class Stored:
-    """Buffers and tensor attributes by their places, those in lists, dicts and tuples too, while fakes are in them."""
+    """Parameters, buffers and tensor attributes by their places, those in lists, dicts and tuples too, while fakes are in them."""
 
     def __init__(self, model: nn.Module, fakes: dict[int, Any]) -> None:
         """`fakes`: what is declared, by the id of the fake."""
         self._places: list[tuple[dict, str, Any, Any, Tensor, Any, str]] = []
         for path, module in model.named_modules():
-            for table in (module._buffers, vars(module)):
+            for table in (module._parameters, module._buffers, vars(module)):
                 for name, value in table.items():
                     before = copy.copy(value) if isinstance(value, (list, dict)) else value
                     for key, t in [(None, value)] if isinstance(value, Tensor) else items_of(value):

@@ -333,8 +333,7 @@ class Recorder(TorchDispatchMode):
             result = func(source)
             self.lift(source, result)
             return result
-        value = self.value_of(source)
-        result = func(source)
+        value, result = self.value_of(source), func(source)
         if id(result) not in self._entries:
             self._entries[id(result)] = Entry(value, self._entries[id(source)].storage, result)
             self.constants.note(func, args, kwargs, [result])

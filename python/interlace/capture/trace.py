@@ -85,6 +85,7 @@ class Trace:
         self._num_captured = 0
         self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
         self.names: dict[int, str] = {}  # of buffers that are not the model's, by the tensor's id
+        self._moved: set[int] = set()  # ids of parameters whose places the model gave another one
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
         self.trained = trained
         self.unused: list[str] = []  # of `trained`, those without a gradient
@@ -194,7 +195,7 @@ class Trace:
                 if p.kind == "param":
                     replaced[id(p.real)] = in_memory_order(p.real, replaced[id(p.real)])  # type: ignore[arg-type]
             stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
-            stored = Stored(self.model, {id(t.fake): t for t in model_tensors if t.kind != "param"})
+            stored = Stored(self.model, {id(t.fake): t for t in model_tensors})
             stack.enter_context(self.casts.of_calls(self.model))
             before = generators()
             self._locating("forward", lambda: self._forward(loss_fn, batch))
@@ -210,7 +211,7 @@ class Trace:
     def _written(self) -> None:
         """Buffers that were written in place, or by `b.data = ...`: their next values."""
         rec = self.recorder
-        written = [t for t in self.tensors if t.fake is not None and rec.was_written(t.fake)]
+        written = [t for t in self.tensors if t.fake is not None and (id(t) in self._moved or rec.was_written(t.fake))]
         refuse_writes({t.name: t.real.requires_grad for t in written if t.kind == "param"})
         for t in written:
             if id(t) not in self._assigned:
@@ -228,6 +229,9 @@ class Trace:
     def _replaced(self, stored: Stored) -> None:
         """Buffers and tensor attributes that the model assigned anew: their next values."""
         for t, new, where in stored.replaced():
+            if t.kind == "param":
+                self._moved.add(id(t))
+                continue
             read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
             if t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
                 continue  # it is only kept for somebody to look at
