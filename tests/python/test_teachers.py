@@ -150,7 +150,7 @@ def test_the_teachers_statistics() -> None:
             torch.testing.assert_close(t, expected)
 
 
-def test_what_has_changed_since_the_last_step_counts_in_an_evaluation() -> None:
+def test_what_has_changed_since_the_last_step_counts_in_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, beside = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
     model.scale, model.shift, model.kind = 1.0, torch.zeros(3).double(), "plain"
@@ -183,6 +183,13 @@ def test_what_has_changed_since_the_last_step_counts_in_an_evaluation() -> None:
                 assert found == pytest.approx(function(model, batch).item(), rel=1e-9)
         trainer.step(batch)
         assert trainer.evaluate(batch)["loss"].item() == pytest.approx(loss_fn(model, batch).item(), rel=1e-9)
+        caplog.clear()
+        for _ in range(2):  # as loops do it
+            model.eval()
+            trainer.evaluate(batch)
+            model.train()
+            trainer.step(batch)
+        assert not caplog.records
 
 
 class Remembers(nn.Module):

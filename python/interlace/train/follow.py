@@ -145,10 +145,11 @@ class Follow:
         that the next step will follow."""
         self.values.take()
         changes = self.watch.moved()
-        rest = [c for c in changes if not self._write(c) and not c.where.startswith("'training' of")]
+        rest = [c for c in changes if not self._write(c)]
         if changes and not rest:
             self._look()
             self.values.take()
+        rest = [c for c in rest if not c.where.startswith("'training' of")]
         if (state := self._key(Watch(self.captures.model, self.captures.loss_fn)) if rest else "") != self._evaluated:
             self._evaluated = state
             self.evaluation.forget()
