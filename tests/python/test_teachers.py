@@ -247,7 +247,7 @@ def test_another_capture_keeps_what_steps_have_changed(kind: str) -> None:
     assert remembered(STATE[kind], True) == pytest.approx(remembered(STATE[kind], False), rel=1e-9)
 
 
-def adversaries(compiled: bool) -> list[float]:
+def adversaries(compiled: bool, **config: Any) -> list[float]:
     """Two networks, each trained by its own optimizer on a loss that reads the other."""
     torch.manual_seed(0)
     maker = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)).double()
@@ -266,7 +266,7 @@ def adversaries(compiled: bool) -> list[float]:
 
     sides: list[tuple[nn.Module, Any]] = [(judge, judged), (maker, made)]
     optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model, _ in sides]
-    settings = interlace.Config(schedule=[], cache="off")
+    settings = interlace.Config(schedule=[], cache="off", **config)
     trainers = [interlace.compile(m, o, f, batch_of(0), settings) for (m, f), o in zip(sides, optimizers, strict=True)] if compiled else []
     losses = []
     for step in range(4):
@@ -284,3 +284,10 @@ def adversaries(compiled: bool) -> list[float]:
 
 def test_two_trainers_that_read_one_another() -> None:
     assert adversaries(True) == pytest.approx(adversaries(False), rel=1e-9)
+
+
+def test_two_trainers_on_two_ranks() -> None:
+    for losses in ranks.run(adversaries, 2, True, strategy="zero1"):
+        assert losses == pytest.approx(adversaries(False), rel=1e-9)
+    found = ranks.outcomes(adversaries, 2, True, strategy="shard")[0]
+    assert found is not None and "a parameter of another trainer, whose ranks have a part of it each" in str(found.error)

@@ -36,6 +36,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from interlace.capture.model_tensors import OWN_HOOK
+from interlace.capture.released import Released
 from interlace.capture.sites import is_installed
 
 Tensor = torch.Tensor
@@ -161,7 +162,7 @@ class Reach:
             self._seen[id(values[table])] = module
             self._hold(values[table], functools.partial(_entry, kind, owner), kind, path)
             for name, x in values[table].items() if outside else ():  # those of the model are the program's
-                if isinstance(x, Tensor) and id(x) not in self._seen and not (x.is_meta or x.is_inference()):
+                if isinstance(x, Tensor) and id(x) not in self._seen and not (isinstance(x, Released) or x.is_meta or x.is_inference()):
                     self._seen[id(x)] = x
                     self.outside[_entry(kind, owner, name)] = x
                 self._value(x, _entry(kind, owner, name))
@@ -188,7 +189,7 @@ class Reach:
         own = type(x).__module__
         self.varies |= hasattr(type(x), "__next__")
         if isinstance(x, Tensor):
-            if id(x) not in self._own and not x.is_inference():
+            if id(x) not in self._own and not (isinstance(x, Released) or x.is_inference()):
                 self._look(x, functools.partial(_tensor, x), where, owner, None)
         elif isinstance(x, nn.Module):
             self._module(x, where)

@@ -46,7 +46,7 @@ from interlace.capture.tracing import (
 from interlace.capture.watch import Change
 from interlace.capture.ways import Ways
 from interlace.capture.writes import refuse_writes
-from interlace.errors import CaptureError
+from interlace.errors import CaptureError, InterlaceError
 from interlace.version import __version__
 
 Tensor = torch.Tensor
@@ -330,6 +330,11 @@ class Trace:
             raise CaptureError(
                 f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self.module()}; use a form with "
                 "fixed sizes (torch.where, masks), or pass fullgraph=False to run that module in Python"
+            ) from e
+        except InterlaceError as e:  # of a parameter without values (released.py), which is not the model's: those are fakes here
+            raise CaptureError(
+                f"{user_place(e.__traceback__) or what}: a parameter of another trainer, whose ranks have a part of it each; give that "
+                'trainer Config(strategy="zero1") or "replicate", whose parameters are whole on every rank'
             ) from e
         except Exception as e:
             place = user_place(e.__traceback__) or what
