@@ -147,9 +147,10 @@ def _without_fakes(x: Any, real: Callable[[Tensor], Tensor | None]) -> Any:
     if isinstance(x, Tensor):
         known = real(x)
         return torch.zeros((), dtype=x.dtype).expand(tuple(int(n) for n in x.shape)) if known is None else known
-    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+    if isinstance(x, (list, tuple)):
         items = [_without_fakes(item, real) for item in x]
-        return MISSING if any(item is MISSING for item in items) else type(x)(items)
+        made: Any = getattr(type(x), "_make", type(x))
+        return MISSING if any(item is MISSING for item in items) else made(items)
     if type(x) is dict:
         values = {k: _without_fakes(v, real) for k, v in x.items()}
         return MISSING if any(v is MISSING for v in values.values()) else values

@@ -27,7 +27,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -124,15 +124,16 @@ class Reach:
     networks), by their places. `read`: the names that the user's own code mentions. `varies`: it may read a clock, an iterator or one of
     `generators`."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, known: Collection[int] = ()) -> None:
+        """`known`: ids of tensors that need no look."""
         self.read: set[str] = set()
         self._any: set[type] = set()  # classes whose code reads attributes by computed names
         self._paths = {id(m): path for path, m in model.named_modules()}
         parameters = dict(model.named_parameters())
-        self._own = {id(p) for p in parameters.values()}
-        known = (-1, -1)
-        while known != (len(self.read), len(self._any)):  # each round knows more names
-            known = len(self.read), len(self._any)
+        self._own = {*known, *(id(p) for p in parameters.values())}
+        before = (-1, -1)
+        while before != (len(self.read), len(self._any)):  # each round knows more names
+            before = len(self.read), len(self._any)
             self.tables: list[Held] = []
             self.places: list[Place] = []
             self.outside: dict[str, Tensor] = {}

@@ -233,19 +233,30 @@ class Trace:
                 self._moved.add(id(t))
                 continue
             read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
-            if t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
+            other = (new.dtype, new.shape) != (t.real.dtype, t.real.shape)
+            if other and t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
                 continue  # it is only kept for somebody to look at
             self._assign(t, new.detach(), f"'{where}'")
 
     def assign(self, change: Change) -> bool:
-        """A tensor that the trace has read outside of the model, and another one that is in its place now: its next value."""
-        known = self._lifted.get(id(change.before))
-        if known is None or not isinstance(change.after, FakeTensor):
+        """Tensors that the trace has read outside of the model, and others that are in their places now: their next values."""
+        before, after = change.before, change.after
+        if isinstance(before, Tensor):
+            before, after = [before], [after]
+        if not isinstance(before, (list, tuple)) or type(before) is not type(after) or len(before) != len(after):
             return False
-        t = next((t for t in self.tensors if t.fake is known[1]), None)
-        if t is not None:
-            self._assign(t, change.after, change.where)
-        return t is not None
+        found: dict[int, tuple[ModelTensor, Tensor]] = {}
+        moved = [(x, y) for x, y in zip(before, after, strict=True) if x is not y]
+        for x, y in moved:
+            known = self._lifted.get(id(x))
+            t = next((t for t in self.tensors if known is not None and t.fake is known[1]), None)
+            if t is not None and isinstance(y, FakeTensor):
+                found[id(t)] = t, y
+        if not moved or len(found) < len(moved):
+            return False
+        for t, y in found.values():
+            self._assign(t, y, change.where)
+        return True
 
     def _assign(self, t: ModelTensor, new: Tensor, where: str) -> None:
         if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):

@@ -20,9 +20,10 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import is_not
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch import nn
 from interlace.capture.reach import MISSING, Held, Reach, setter, simple
 
 Tensor = torch.Tensor
+_OF_MODEL = re.compile(r"(?:\w+ )?'([^']*)' of (?:the model|module '[^']*')(?:\[([^\]]*)\])?")  # of a module, or in its list
 _OF_SAVING = frozenset({"architectures", "transformers_version"})  # Hugging Face's save_pretrained writes them, on whatever rank saves
 
 
@@ -75,12 +77,19 @@ def describe(x: Any) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
+def buffer_name(where: str, owner: str | None) -> str:
+    """What a program calls the buffer that a tensor in a place is: as the model does, or where that does not look so deep, by the place."""
+    own = _OF_MODEL.fullmatch(where) if owner is not None else None
+    return where if own is None else ".".join(filter(None, (owner, own[1], own[2] and own[2].strip("'"))))
+
+
 class Watch:
     """Everything reachable from a model and its loss function, as it is now. `varies`: that may be another value at each look."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None, prefix: str = "") -> None:
-        """`prefix`: of the names of the loss function's tensors, which those of another one must not have."""
-        self._reach, self._prefix = Reach(model, loss_fn), prefix
+    def __init__(self, model: nn.Module, loss_fn: Any = None, prefix: str = "", known: Collection[int] = ()) -> None:
+        """`prefix`: of the names of the loss function's tensors, which those of another one must not have. `known`: ids of tensors that need
+        no look."""
+        self._reach, self._prefix = Reach(model, loss_fn, known), prefix
         self.varies = self._reach.varies
         self.outside = {prefix + where: t for where, t in self._reach.outside.items()}
         self._first = self._later = [get() for get, _ in self._reach.generators]
@@ -146,8 +155,37 @@ class Watch:
                 change.put(change.before)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are looked at and not the model's, by place. They and `outside` are buffers of these names."""
-        return {self._prefix + p.where: p.of for p in self._reach.places if p.owner is None and isinstance(p.of, Tensor)}
+        """Those that are looked at and that the model does not count as its own, by the names of the buffers that they and `outside` are."""
+        looked = [p for p in self._reach.places if isinstance(p.of, Tensor) and buffer_name(p.where, p.owner) == p.where]
+        return {self._prefix + p.where if p.owner is None else p.where: p.of for p in looked}
+
+    def replace(self, new: Mapping[str, Tensor]) -> bool:
+        """Puts tensors into the places of others, by the names of the buffers that these are; says whether there were any."""
+        found = False
+
+        def of(x: Any, where: str, owner: str | None) -> Any:
+            if isinstance(x, Tensor):
+                return new.get(buffer_name(where, owner), x)
+            if not isinstance(x, tuple):
+                return x
+            items = [of(item, f"{where}[{i}]", owner) for i, item in enumerate(x)]
+            if not any(map(is_not, items, x)):
+                return x
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+
+        def put(x: Any, where: str, owner: str | None, into: Callable[[Any], None]) -> None:
+            nonlocal found
+            if (now := of(x, where, owner)) is not x:
+                found = True
+                into(now)
+
+        for h in (*self._dicts, *self._lists):
+            for key, value in zip(h.keys, h.values, strict=True) if h.kind == "value" else ():
+                put(value, h.where(key), h.owner, setter(h.holder, key))
+        for p in self._reach.places:
+            if p.put is not None:
+                put(p.value, p.where, p.owner, p.put)
+        return found
 
     def _numbers(self) -> Iterator[Change]:
         """Every place that holds a float."""

@@ -32,7 +32,7 @@ from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.opaque import LOSS, TAIL
 from interlace.capture.reach import MISSING
 from interlace.capture.unread import moved, unread
-from interlace.capture.watch import Change, Watch, describe
+from interlace.capture.watch import Change, Watch, buffer_name, describe
 from interlace.capture.ways import Way, other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
@@ -100,9 +100,14 @@ class Follow:
         self._evaluated = ""  # the state of the model in evaluations, where the next step will follow it
         self.watch = Watch(captures.model, captures.loss_fn)
         self.values = Values(run, captures.model, self.watch)
+        self._look()
+        self.values.take(begin=True)
 
-    def _look(self) -> None:
-        self.watch = Watch(self.captures.model, self.captures.loss_fn)
+    def _look(self, lend: bool = True) -> None:
+        """`lend`: the program has what Python has put somewhere, and its own tensors may take their places."""
+        self.watch = Watch(self.captures.model, self.captures.loss_fn, known=self.values.shown)
+        if lend and self.watch.replace(self.values.views()):
+            self.watch = Watch(self.captures.model, self.captures.loss_fn, known=self.values.shown)
         self.values.look(self.watch)
 
     def forget(self) -> None:
@@ -127,7 +132,7 @@ class Follow:
         if rest or form is not None:
             numbers = {c.where for c in rest if type(c.before) is float and type(c.after) is float and _may_be_input(c.where)}
             before, spec = self._key(self.watch), self.run.spec
-            self._look()
+            self._look(lend=False)
             try:
                 if form is not None:
                     self.run.spec = form.spec
@@ -282,19 +287,15 @@ class Follow:
         if isinstance(c.after, (int, float)) and c.where in buffers and c.where in self.captures.numbers:
             self.run.executor.tensor(buffers[c.where]).fill_(float(c.after))
             return True
-        if not isinstance(c.before, Tensor) or not isinstance(c.after, Tensor):
+        pairs = _pairs(c.before, c.after)
+        alike = all(isinstance(a, Tensor) and isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape) for _, a, b in pairs)
+        names = [buffer_name(c.where if key is None else f"{c.where}[{key}]", c.owner) for key, _, _ in pairs]
+        if not pairs or not alike or not buffers.keys() >= set(names):
             return False
-        alike = (c.before.dtype, c.before.shape) == (c.after.dtype, c.after.shape)
-        if c.owner is None:
-            if alike and c.where in buffers and c.where not in self.watch.outside:  # else _take_assigned does
-                self.run.executor.tensor(buffers[c.where]).copy_(c.after.detach())
-            return alike and c.where in buffers
-        name = c.where.partition("'")[2].partition("'")[0]
-        name = f"{c.owner}.{name}" if c.owner else name
-        if not alike or name not in buffers or "]" in c.where:
-            return False
-        self.run.executor.tensor(buffers[name]).copy_(c.after.detach())
-        if c.kind == "buffer":
+        for name, (_, _, after) in zip(names, pairs, strict=True):
+            if name not in self.watch.outside:  # else values.take does
+                self.run.executor.tensor(buffers[name]).copy_(after.detach())
+        if c.kind == "buffer" and c.owner is not None:
             c.put(c.before)  # which is the program's
         return True
 
@@ -416,6 +417,15 @@ class Follow:
         state = "\n".join(f"{where}={value}" for where, value in watch.state() if where not in self.captures.numbers)
         state += repr((self.run.spec.tensors, self.run.spec.fixed()))
         return hashlib.sha256(state.encode()).hexdigest()
+
+
+def _pairs(before: Any, after: Any) -> list[tuple[Any, Any, Any]]:
+    """(key, value before, value after) of what is another object, or was written, in a place or a list or tuple there."""
+    if not isinstance(before, (list, tuple)):
+        return [(None, before, after)]
+    if type(before) is not type(after) or len(before) != len(after):
+        return []
+    return [(i, x, y) for i, (x, y) in enumerate(zip(before, after, strict=True)) if x is not y]
 
 
 def _within(owner: str | None, paths: set[str]) -> bool:

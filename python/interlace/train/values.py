@@ -2,6 +2,7 @@
 
     the model's parameters and buffers                      views of the program's storages (materialize.py); `p.data = t` is taken over
     those of modules beside it (a teacher, a target)        the program's storages, too; what shares memory (another trainer's) is copied
+    tensors that the program changes (recurrent states)     views of the program's storages are put into their places
     other tensors that the model or loss function reads     copied into buffers, when written or replaced
 """
 
@@ -32,24 +33,38 @@ class Values:
         self._marks = b""  # and theirs
         self._buffers: dict[str, Tensor] = {}  # the program's, for parameters and buffers of other modules
         self._lent: dict[int, Tensor] = {}  # these parameters and buffers, where their memory is the program's
-        self._before = self._seen = self._tensors()  # when it was looked last, and the time before
-        self.take(begin=True)
+        self._before: dict[str, Tensor] = {}  # when it was looked the time before
+        self._seen: dict[str, Tensor] = {}  # and last
+        self._views: dict[str, Tensor] = {}  # of buffers that the program changes, in the places of the tensors
+
+    @property
+    def shown(self) -> set[int]:
+        """Ids of tensors that are the program's."""
+        return {id(view) for view in self._views.values()}
+
+    def views(self) -> dict[str, Tensor]:
+        """Of the buffers that the program changes."""
+        for b in self.run.ir.buffers():
+            if b["changed"] and b["name"] not in self._views:
+                self._views[b["name"]] = self.run.executor.tensor(b["value"]).detach()
+        return self._views
 
     def look(self, watch: Watch) -> None:
         """Something has changed."""
         self._watch, self._memory = watch, (None, [])
-        self._before, self._seen = self._seen, self._tensors()
+        self._before, self._seen = self._seen, self._tensors(watch)
 
     def fill(self) -> None:
         """Tensors that have no memory of the program's: their values go into its buffers, but for those that it has changed since."""
         buffers = {b["name"]: b for b in self.run.ir.buffers()}
-        for name, t in self._tensors().items():
+        for name, t in self._tensors(self._watch).items():
             if name in buffers and (not buffers[name]["changed"] or self._before.get(name) is not t or id(t) in self.written):
                 self.run.executor.tensor(buffers[name]["value"]).copy_(t.detach())
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self, watch: Watch) -> dict[str, Tensor]:
         """Tensors that have no memory of the program's, by the names of its buffers."""
-        return self._watch.tensors() | {t.name: t.real for t in collect(self._model) if t.kind == "plain" and not t.real.is_meta}
+        own = {t.name: t.real for t in collect(self._model) if t.kind == "plain" and not t.real.is_meta and id(t.real) not in self.shown}
+        return watch.tensors() | own
 
     def take(self, begin: bool = False) -> None:
         """Parameters and buffers that were given other memory (`p.data = t`): their values go into the program's. Those of modules outside
@@ -61,6 +76,11 @@ class Values:
             found = [(t, self._storage(t)) for t in (*collect(self._model), *self._outside())]
             self._memory = run.ir, [(t, s.data_ptr()) for t, s in found if s is not None and s.device == t.real.device]
             self._reals, self._marks = [t.real for t, _ in self._memory[1]], b""
+            for b in run.ir.buffers():
+                view, storage = self._views.get(b["name"]), run.executor.tensor(b["value"])
+                if view is not None and view.data_ptr() != storage.data_ptr():
+                    storage.copy_(view)
+                    view.data = storage
         for where, buffer in self._buffers.items():
             if id(self._watch.outside[where]) not in self._lent:
                 buffer.copy_(self._watch.outside[where].detach())
