@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import copy
 import types
 from collections.abc import Callable
 from typing import Any
 
+import parity
 import pytest
+import ranks
 import torch
 from torch import nn
 
@@ -124,3 +127,42 @@ def test_what_a_state_began_with_stays_as_it_was() -> None:
         assert not any(t.any() for t in first)
         model.state = first
         assert trainer.step(batch_of(0)).item() == begin
+
+
+def on_ranks(strategy: str) -> tuple[list[float], list[float]]:
+    """What this rank's script reads, and what it reads of plain steps on a model for each rank."""
+    rank, size = parity.rank_and_size()
+    torch.manual_seed(0)
+    model = Net()
+    model.state = (torch.zeros(3).double(), torch.zeros(3).double())
+    plain = [copy.deepcopy(model) for _ in range(size)]
+
+    def loss_fn(model: Any, batch: Tensor) -> Tensor:
+        y, model.state = model(batch, model.state)
+        return y.square().mean()
+
+    def read(model: Any) -> list[float]:
+        model.state = halved(model.state)
+        return [float(t.sum()) for t in (*model.state, model.seen)]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found, expected = [], []
+    settings = interlace.Config(schedule=[], cache="off", strategy=strategy)
+    with interlace.compile(model, optimizer, loss_fn, batch_of(rank), settings) as trainer:
+        for step in range(4):
+            trainer.step(batch_of(10 * step + rank))
+            found += read(model)
+    for step in range(4):
+        gradients = [torch.autograd.grad(loss_fn(m, batch_of(10 * step + r)), list(m.parameters())) for r, m in enumerate(plain)]
+        with torch.no_grad():
+            for m in plain:
+                for i, p in enumerate(m.parameters()):
+                    p -= 0.01 * sum(g[i] for g in gradients) / size
+        expected += [read(m) for m in plain][rank]
+    return found, expected
+
+
+@pytest.mark.parametrize("strategy", ["shard", "replicate"])
+def test_every_rank_has_its_own(strategy: str) -> None:
+    for found, expected in ranks.run(on_ranks, 2, strategy):
+        assert found == pytest.approx(expected, rel=1e-9)

@@ -43,9 +43,10 @@ class Values:
         return {id(view) for view in self._views.values()}
 
     def views(self) -> dict[str, Tensor]:
-        """Of the buffers that the program changes."""
+        """Of the buffers that the program changes and that are none of the model's own."""
+        own = {t.name for t in collect(self._model) if t.kind == "buffer"}
         for b in self.run.ir.buffers():
-            if b["changed"] and b["name"] not in self._views:
+            if b["changed"] and b["name"] not in self._views and b["name"] not in own:
                 self._views[b["name"]] = self.run.executor.tensor(b["value"]).detach()
         return self._views
 
