@@ -110,22 +110,23 @@ def test_scripts_see_and_change_it(kind: str, inside: bool, change: Callable[[Va
     assert read == pytest.approx(expected[1], rel=1e-9)
 
 
-def test_what_a_state_began_with_stays_as_it_was() -> None:
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_what_a_state_began_with_stays_as_it_was(mode: str) -> None:
     """A script puts it back to begin anew."""
     torch.manual_seed(0)
     model, first = Net(), (torch.zeros(3).double(), torch.zeros(3).double())
-    model.state = first
+    model.a, model.b = first
 
     def loss_fn(model: Any, batch: Tensor) -> Tensor:
-        y, model.state = model(batch, model.state)
+        y, (model.a, model.b) = model(batch, (model.a, model.b))
         return y.square().mean()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with interlace.compile(model, optimizer, loss_fn, batch_of(0), interlace.Config(schedule=[])) as trainer:
+    with interlace.compile(model, optimizer, loss_fn, batch_of(0), interlace.Config(schedule=[], mode=mode)) as trainer:
         begin = trainer.step(batch_of(0)).item()
         assert trainer.step(batch_of(0)).item() != begin
         assert not any(t.any() for t in first)
-        model.state = first
+        model.a, model.b = first
         assert trainer.step(batch_of(0)).item() == begin
 
 

@@ -85,11 +85,8 @@ def _gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """What a model puts in the place of a buffer or tensor attribute goes into the buffer, which is a state of the trainer."""
-    places = [
-        (table, name, t) for module in model.modules() for table in (module._buffers, vars(module)) for name, t in table.items()
-        if isinstance(t, Tensor)
-    ]  # fmt: skip
+    """What a model puts in the place of a buffer goes into the buffer, which is a state of the trainer. Tensor attributes are the model's."""
+    places = [(module._buffers, name, t) for module in model.modules() for name, t in module._buffers.items() if t is not None]
     try:
         yield
     finally:
