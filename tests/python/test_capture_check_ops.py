@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -173,3 +174,14 @@ def test_rows_padded_where_sizes_are_not_aligned_are_no_fault(monkeypatch):
         ends = torch.empty(8, dtype=torch.int32)
     check_ops.check_op_kinds([(torch.ops.aten._grouped_mm.default, (rows, weights.transpose(1, 2), ends), {})])
     assert verdicts()["aten._grouped_mm"] == "right"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("function", [nn.functional.binary_cross_entropy, nn.functional.soft_margin_loss])
+def test_losses_whose_kernels_give_their_result_another_size_meanwhile(function, reduction):
+    """They warn where the result has a place."""
+    x = {"x": torch.rand(6, 4), "y": torch.rand(6, 4), "w": torch.rand(6, 4)}
+    weight = {"weight": x["w"]} if function is nn.functional.binary_cross_entropy else {}
+    loss = lambda m, b: function(m(b["x"]).sigmoid(), b["y"], reduction=reduction, **weight).mean()  # noqa: E731
+    assert re.search(rf"f32\[6,4\] = aten\.{function.__name__}\(", capture(nn.Linear(4, 4), loss, x).text)
+    check(nn.Linear(4, 4), loss, x)

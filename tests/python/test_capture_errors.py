@@ -231,7 +231,7 @@ def test_parameter_outside_the_model():
         capture(Net(lambda y: y * scale), mean, X)
     assert str(e.value).endswith(
         "a tensor of shape (4,) that requires gradients is not part of the model; make it an nn.Parameter of the model "
-        "(a loss with parameters must be a module of the model)"
+        "(a loss with parameters must be a module of the model), or use it under torch.no_grad() where it is not trained"
     )
 
 
@@ -268,14 +268,23 @@ def test_optimizer_that_does_not_own_a_parameter():
 def test_optimizer_of_another_model():
     fails(
         "optimizer group 0 has a parameter (number 0 of shape (4, 4)) that is not the model's; "
-        "make the optimizer from model.parameters() after the model is built",
+        "make the optimizer from model.parameters() after the model is built, and what a loss learns a part of the model "
+        "(model.criterion = criterion)",
         optimizer=torch.optim.SGD(Net().parameters(), lr=0.1),
     )
     fails(
         "optimizer group 0 has a parameter (fc.weight) that is not the model's; "
-        "make the optimizer from model.parameters() after the model is built",
+        "make the optimizer from model.parameters() after the model is built, and what a loss learns a part of the model "
+        "(model.criterion = criterion)",
         optimizer=torch.optim.SGD(Net().named_parameters(), lr=0.1),
     )
+
+
+def test_a_criterion_with_parameters_is_a_part_of_the_model():
+    model, criterion = Net(), nn.Linear(4, 4)
+    model.criterion = criterion
+    text = capture(model, lambda m, b: criterion(m(**b)).mean(), X, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).text
+    assert '"criterion.weight" trainable group 0' in text
 
 
 def test_unsupported_optimizers():
@@ -283,7 +292,7 @@ def test_unsupported_optimizers():
     fails(
         "optimizer LBFGS cannot run on the parts of parameters that ranks hold: it takes products of whole gradients, and evaluates the "
         "loss again within a step; a step must compute each element from that element alone, as those of torch.optim.AdamW, SGD, Adagrad "
-        "and RMSprop do",
+        "and RMSprop do (whole matrices: torch.optim.Muon, Adafactor)",
         model,
         optimizer=torch.optim.LBFGS(model.parameters()),
     )

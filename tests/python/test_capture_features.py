@@ -210,7 +210,7 @@ def test_tensors_of_the_loss_function():
     """A tensor that the loss function holds may change between steps, so it becomes a plain buffer, not numbers."""
     weights = torch.tensor([1.0, 2.0])
     c = check(Net(lambda y: y), lambda m, b: (m(b["x"]).sum(0)[:2] * weights).sum(), batch(3, 4))
-    assert c.tensors["captured.0"] is weights
+    assert c.tensors["'weights' of the loss function"] is weights
     assert not c.consts
 
 

@@ -113,7 +113,7 @@ def other_function() -> tuple[float, float, float]:
         reference.load_state_dict(trainer.state_dict(all_ranks=True))
         with torch.no_grad():
             logits = reference.eval()(input_ids=batch["input_ids"]).logits
-        peak = trainer._evaluation._built.popitem()[1][0][0].built.executor.stats()["peak_bytes"]
+        peak = trainer._evaluation._built.popitem()[1][0].built.executor.stats()["peak_bytes"]
         return float((found["logits"].cpu() - logits).abs().max()), peak, trainer.stats()["peak_bytes"]
 
 
@@ -157,7 +157,7 @@ def beside(trainer: interlace.Trainer, rows: int = 2) -> tuple[list[tuple[float,
         before = trainer.stats()["tier_bytes_in"]
         losses.append((step, float(trainer.evaluate({k: v[:rows] for k, v in small_batch().items()})["loss"])))
         came += trainer.stats()["tier_bytes_in"] - before
-    peaks = [ready.built.executor.stats()["peak_bytes"] for kept in trainer._evaluation._built.values() for ready, _, _ in kept]
+    peaks = [ready.built.executor.stats()["peak_bytes"] for kept in trainer._evaluation._built.values() for ready in kept]
     return losses, max(peaks), came
 
 
@@ -201,7 +201,7 @@ def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) 
         expected = float(plain.evaluate(wide)["loss"])
         second, third = (float(plain.step(small_batch())) for _ in range(2))
         limit = int(plain.stats()["peak_bytes"]) + 65536
-        needs = next(iter(plain._evaluation._built.values()))[0][0].built.executor.stats()["peak_bytes"]
+        needs = next(iter(plain._evaluation._built.values()))[0].built.executor.stats()["peak_bytes"]
     assert needs > limit
     del plain
     with compiled([], tmp_path, memory_limit=limit) as trainer:
@@ -210,7 +210,7 @@ def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) 
         assert float(trainer.evaluate(wide)["loss"]) == expected
         assert all(not s["moves"] for s in trainer._run.ir.states())
         assert trainer.stats()["tier_bytes_in"] > 0
-        peaks = [ready.built.executor.stats()["peak_bytes"] for kept in trainer._evaluation._built.values() for ready, _, _ in kept]
+        peaks = [ready.built.executor.stats()["peak_bytes"] for kept in trainer._evaluation._built.values() for ready in kept]
         assert max(peaks) <= limit
         assert float(trainer.step(small_batch())) == second
         trainer.finish_save()

@@ -77,6 +77,26 @@ def teaches_anew(self: Any, x: Tensor) -> Tensor:
     return self.head(self.a(x) - self.teacher(x))
 
 
+def teaches_another(self: Any, x: Tensor) -> Tensor:
+    """Another parameter in each step, as in a well-known VQ-VAE's codebook."""
+    with torch.no_grad():
+        self.teacher.weight = nn.Parameter(self.teacher.weight * 0.9 + self.a.weight * 0.1, requires_grad=False)
+    return self.head(self.a(x) - self.teacher(x))
+
+
+def teaches_another_by_value(self: Any, x: Tensor) -> Tensor:
+    return teaches_another(self, x if float(self.b(x).sum()) < 1e9 else -x)
+
+
+def another_weight(self: Any, x: Tensor) -> Tensor:
+    self.a.weight = nn.Parameter(self.a.weight * 0.9)
+    return self.head(self.a(x))
+
+
+def another_weight_by_value(self: Any, x: Tensor) -> Tensor:
+    return another_weight(self, x if float(self.b(x).sum()) < 1e9 else -x)
+
+
 def teaches_by_a_count(self: Any, x: Tensor) -> Tensor:
     """Reads a buffer in Python, so that it is opaque."""
     y = teaches_in_place(self, x)
@@ -98,6 +118,27 @@ def caches(self: Any, x: Tensor) -> Tensor:
     if x.shape not in self.table:
         self.table[x.shape] = torch.ones(x.shape[1], dtype=x.dtype).cumsum(0).sqrt()
     return self.head(self.a(x) * self.cos + self.b(x) * self.table[x.shape])
+
+
+def caches_of_a_buffer(self: Any, x: Tensor) -> Tensor:
+    """As rotary embeddings do: by length, from frequencies that are a buffer."""
+    if self.calls != len(x):
+        self.calls, self.cos = len(x), torch.outer(torch.arange(len(x)).double(), self.turn.angle().repeat(2)).cos()
+    return self.head(self.a(x) * self.cos)
+
+
+def caches_of_a_count(self: Any, x: Tensor) -> Tensor:
+    """The buffer that it keeps something of is another one in each step."""
+    if self.cos is None:
+        self.cos = self.at * 2.0
+    self.at += 1
+    return self.head(self.a(x) * self.cos)
+
+
+def caches_of_a_weight(self: Any, x: Tensor) -> Tensor:
+    if self.cos is None:
+        self.cos = self.b.weight.detach() * 2
+    return self.head(self.a(x) @ self.cos)
 
 
 def counts(self: Any, x: Tensor) -> Tensor:
@@ -185,10 +226,13 @@ def lists(self: Any, x: Tensor) -> Tensor:
     return self.head(y) * scale + torch.tensor([len(x), (x > 0).sum()]).sum()
 
 
-WHOLE = [turns, powers, lists, checks_a_variance, teaches_in_place, teaches_anew, caches, draws_the_same, curves, reverses]
+WHOLE = [
+    turns, powers, lists, checks_a_variance, teaches_in_place, teaches_anew, teaches_another, caches, caches_of_a_buffer,
+    draws_the_same, curves, reverses,
+]  # fmt: skip
 OPAQUE = [
     teaches_by_a_count, teaches_by_another_count, counts, counts_in_a_list, draws_from_its_own, draws_on, seeds_itself, goes_on, packs,
-    looks_up, reverses_by_a_value, checkpoints_by_a_value,
+    looks_up, reverses_by_a_value, checkpoints_by_a_value, teaches_another_by_value,
 ]  # fmt: skip
 
 
@@ -236,6 +280,12 @@ def test_captured_whole(function: Callable[[Any, Tensor], Tensor]) -> None:
     assert opaque == 0
     assert losses == pytest.approx(expected, rel=1e-9)
     assert max(far) < 1e-8
+
+
+@pytest.mark.parametrize("function", [caches_of_a_count, caches_of_a_weight], ids=lambda f: f.__name__)
+def test_what_is_kept_of_what_steps_change_is_refused(function: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"'cos' of the model is changed by the model while it runs"):
+        train(function)
 
 
 @pytest.mark.parametrize("function", OPAQUE, ids=lambda f: f.__name__)
@@ -318,6 +368,12 @@ def refuses_a_norm() -> str:
 def test_parameters_that_two_ranks_would_write_are_named() -> None:
     for text in ranks.run(refuses_a_norm, 2):
         assert "parameter 'words.weight' is changed in place while the model runs" in text
+
+
+@pytest.mark.parametrize("config", [{}, {"fullgraph": False}, {"mode": "eager"}], ids=str)
+def test_another_parameter_in_the_place_of_one_that_is_trained(config: dict[str, Any]) -> None:
+    with pytest.raises(CaptureError, match=r"parameter 'a\.weight' is changed in place while the model runs"):
+        train(another_weight_by_value if config == {"fullgraph": False} else another_weight, **config)
 
 
 def halves(self: Any, x: Tensor) -> Tensor:
@@ -433,7 +489,7 @@ def another_part_each_time(self: Any, x: Tensor) -> Tensor:
     return self.head(self.a(x) if float(x.sum()) > 0 else self.b(x))
 
 
-@pytest.mark.parametrize("function", [swaps_its_weight, goes_on, counts, teaches_by_another_count], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [swaps_its_weight, goes_on, counts, teaches_by_another_count, teaches_another], ids=lambda f: f.__name__)
 def test_what_the_users_own_python_keeps(function: Callable[[Any, Tensor], Tensor]) -> None:
     """The run that says which parameters have gradients leaves nothing; what is put in a parameter's place is kept."""
     losses, expected, _, far = train(function, "adamw", mode="eager")

@@ -4,7 +4,8 @@
         self.cos = torch.arange(n).cos()
 
 What such a run leaves behind makes the next one another program, which reads what the first one computes. Where all of it comes of nothing
-but constants, both compute the same: their texts are compared with constants in place of the ops that make them.
+but constants and of buffers that no run writes (inverse frequencies), both compute the same: their texts are compared with names of what is
+the same in every step in place of the ops that make it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import torch
 from torch.utils._mode_utils import no_dispatch
@@ -23,6 +24,8 @@ from interlace.capture.trace import Trace
 Tensor = torch.Tensor
 _VALUE = re.compile(r"%(\d+)")
 _PLACE = re.compile(r" [ms]\d+\b")
+_WRITTEN = re.compile(r"^  assign\(%(\d+)")
+_DRAWS = re.compile(r" rng=|^call\.python\b")
 
 
 def value(trace: Trace, fake: Tensor) -> Tensor | None:
@@ -34,41 +37,61 @@ def value(trace: Trace, fake: Tensor) -> Tensor | None:
         return None
 
 
-def same_but_for_constants(first: Trace, second: Trace, kept: Collection[int]) -> bool:
-    """Whether two traces compute the same of everything that is no constant. `kept`: ids of real tensors that the second one reads and that
-    hold constants of the first."""
-    return _body(first, ()) == _body(second, kept)
+def names(trace: Trace) -> dict[int, str]:
+    """What tells tensors of the trace that are the same in every step from all others, by their ids."""
+    always = _read(trace, {})[1]
+    return {id(t): always[number] for number, t in trace.recorder.known_values() if number in always}
 
 
-def _body(trace: Trace, kept: Collection[int]) -> list[str]:
-    names: dict[int, str] = {}
+def same_in_every_step(first: Trace, second: Trace, kept: Mapping[int, str]) -> bool:
+    """Whether two traces compute the same of everything that is not the same in every step. `kept`: names in the first trace of real tensors
+    that the second one reads, by their ids."""
+    return _read(first, {})[0] == _read(second, kept)[0]
+
+
+def _read(trace: Trace, kept: Mapping[int, str]) -> tuple[list[str], dict[int, str]]:
+    """The ops of what may be something else in another step, and the names of what is not, by the values' numbers."""
+    lines = trace.recorder.lines
+    written = {int(n) for line in lines for n in _WRITTEN.findall(line)}
+    always: dict[int, str] = {}
+    found: dict[int, str] = {}
     for t in trace.tensors:  # those that the trace has met are numbered as they come
-        real = _digest(t.real) if id(t.real) in kept else f"tensor {id(t.real)}"
-        names[trace.ids[id(t)]] = real
+        number = trace.ids[id(t)]
+        found[number] = kept.get(id(t.real), f"tensor {id(t.real)}")
+        if t.kind != "param" and number not in written:
+            always[number] = found[number]
     known: dict[int, Tensor] = {number: t for number, t in trace.recorder.known_values() if trace.constants.knows(t)}
-
     results_so_far = itertools.count()
 
-    def name(match: re.Match[str]) -> str:
-        number = int(match[1])
-        if number not in names:
+    def named(number: int) -> str:
+        if number not in found:
             real = value(trace, known[number]) if number in known else None
             if real is not None:
-                names[number] = _digest(real)
+                found[number] = always[number] = digest(real)
             else:
-                names[number] = f"input {number}" if number < trace.first_result else f"result {next(results_so_far)}"
-        return f"<{names[number]}>"
+                found[number] = f"input {number}" if number < trace.first_result else f"result {next(results_so_far)}"
+        return f"<{found[number]}>"
 
     body = []
-    for line in trace.recorder.lines:
-        results = [int(n) for n in _VALUE.findall(re.sub(r" in %\d+", "", line.partition(" = ")[0]))] if " = " in line else []
+    for line in lines:
+        made, _, op = line.partition(" = ") if " = " in line else ("", "", line)
+        made = re.sub(r" in %\d+\S*", "", made)
+        results = [int(n) for n in _VALUE.findall(made)]
         if results and all(n in known for n in results):
             continue
-        body.append(_VALUE.sub(name, _PLACE.sub("", line)))
-    return body
+        op = _PLACE.sub("", op)
+        read = [int(n) for n in _VALUE.findall(op)]
+        asked = _VALUE.sub(lambda match: named(int(match[1])), op)
+        if results and not _DRAWS.search(op) and all(n in always for n in read):
+            of = hashlib.sha256((_VALUE.sub("", made) + asked).encode()).hexdigest()[:16]
+            for i, number in enumerate(results):
+                found[number] = always[number] = f"value {i} of {of}"
+        else:
+            body.append(_VALUE.sub(lambda match: named(int(match[1])), _PLACE.sub("", line)))
+    return body, always
 
 
-def _digest(t: Tensor) -> str:
+def digest(t: Tensor) -> str:
     with no_dispatch():
         flat = t.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -117,13 +117,13 @@ def drawing_line(run: Callable[[], Any], sites: Sites) -> tuple[str, str | None]
 
 
 class Stored:
-    """Buffers and tensor attributes by their places, those in lists, dicts and tuples too, while fakes are in them."""
+    """Parameters, buffers and tensor attributes by their places, those in lists, dicts and tuples too, while fakes are in them."""
 
     def __init__(self, model: nn.Module, fakes: dict[int, Any]) -> None:
         """`fakes`: what is declared, by the id of the fake."""
         self._places: list[tuple[dict, str, Any, Any, Tensor, Any, str]] = []
         for path, module in model.named_modules():
-            for table in (module._buffers, vars(module)):
+            for table in (module._parameters, module._buffers, vars(module)):
                 for name, value in table.items():
                     before = copy.copy(value) if isinstance(value, (list, dict)) else value
                     for key, t in [(None, value)] if isinstance(value, Tensor) else items_of(value):
@@ -147,9 +147,10 @@ def _without_fakes(x: Any, real: Callable[[Tensor], Tensor | None]) -> Any:
     if isinstance(x, Tensor):
         known = real(x)
         return torch.zeros((), dtype=x.dtype).expand(tuple(int(n) for n in x.shape)) if known is None else known
-    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+    if isinstance(x, (list, tuple)):
         items = [_without_fakes(item, real) for item in x]
-        return MISSING if any(item is MISSING for item in items) else type(x)(items)
+        made: Any = getattr(type(x), "_make", type(x))
+        return MISSING if any(item is MISSING for item in items) else made(items)
     if type(x) is dict:
         values = {k: _without_fakes(v, real) for k, v in x.items()}
         return MISSING if any(v is MISSING for v in values.values()) else values

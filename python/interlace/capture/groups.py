@@ -96,7 +96,8 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[Model
                 name = group["param_names"][j] if "param_names" in group else f"number {j} of shape {tuple(p.shape)}"
                 raise CaptureError(
                     f"optimizer group {i} has a parameter ({name}) that is not the model's; "
-                    "make the optimizer from model.parameters() after the model is built"
+                    "make the optimizer from model.parameters() after the model is built, and what a loss learns a part of the model "
+                    "(model.criterion = criterion)"
                 )
             group_of[id(p)] = i
     for p in trainable:

@@ -26,7 +26,8 @@ _OWN = {"params", "param_names"}
 def refused(optimizer: torch.optim.Optimizer, why: str) -> CaptureError:
     return CaptureError(
         f"optimizer {type(optimizer).__name__} cannot run on the parts of parameters that ranks hold: {why}; a step must compute each "
-        "element from that element alone, as those of torch.optim.AdamW, SGD, Adagrad and RMSprop do"
+        "element from that element alone, as those of torch.optim.AdamW, SGD, Adagrad and RMSprop do (whole matrices: torch.optim.Muon, "
+        "Adafactor)"
     )
 
 

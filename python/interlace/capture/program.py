@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture import caches
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
@@ -209,7 +211,7 @@ def _watched(
     def run(one: Trace) -> list[Change]:
         try:
             with kept_generators(), watch.as_tensors(numbers, one.number_dtype()) as names:
-                one.names.update(names)
+                one.names.update({id(t): where for where, t in (*watch.tensors().items(), *watch.outside.items())} | names)
                 one.run(loss_fn, batch)
         finally:
             changes = watch.restore()
@@ -247,12 +249,19 @@ def _watched(
                     f"{place}: what is computed here is something else at each run{trace.module()}: a clock, an iterator or a generator of "
                     "Python's or NumPy's decides it; make it a part of the batch, or pass fullgraph=False to run it in Python"
                 )
-    kept: dict[int, Tensor] = {}  # what caches hold, by their ids
+    kept: dict[int, str] = {}  # names of what caches hold, by the ids of the tensors in them
+    held: list[Tensor] = []
+    names = functools.cache(lambda: caches.names(trace))
 
     def real(fake: Tensor) -> Tensor | None:
         found = caches.value(trace, fake)
-        if found is not None:
-            kept[id(found)] = found
+        name = names().get(id(fake)) if found is None else caches.digest(found)
+        if found is None and name is not None:
+            with no_dispatch():
+                found = torch.empty_strided([int(n) for n in fake.shape], [int(n) for n in fake.stride()], dtype=fake.dtype).zero_()
+        if found is not None and name is not None:
+            held.append(found)
+            kept[id(found)] = name
         return found
 
     values = [c for c in changes if c.kind == "value"]
@@ -262,7 +271,7 @@ def _watched(
 
 def _run_again(
     trace: Trace, again: Callable[[], Trace], loss_fn: Callable[[nn.Module, Any], Any], batch: Any, values: list[Change],
-    real: Callable[[Tensor], Tensor | None], kept: dict[int, Tensor], many: bool,
+    real: Callable[[Tensor], Tensor | None], kept: dict[int, str], many: bool,
 ) -> None:  # fmt: skip
     """Error: another run, from what the trace's has left, computes something else. `many`: as after many runs."""
     with as_after(values, real, many) as made:
@@ -272,7 +281,7 @@ def _run_again(
             try:
                 with kept_generators():
                     second.run(loss_fn, batch)
-                differs = second.body() != trace.body() and not caches.same_but_for_constants(trace, second, kept)
+                differs = second.body() != trace.body() and not caches.same_in_every_step(trace, second, kept)
             except CaptureError:
                 differs = True
             finally:

@@ -27,7 +27,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from interlace.capture.model_tensors import OWN_HOOK
+from interlace.capture.released import Released
 from interlace.capture.sites import is_installed
 
 Tensor = torch.Tensor
@@ -119,18 +120,23 @@ def setter(space: Any, name: Any) -> Callable[[Any], None]:
 
 
 class Reach:
-    """`tables`, `places`: what there is to look at. `read`: the names that the user's own code mentions. `varies`: it may read a
-    clock, an iterator or one of `generators`."""
+    """`tables`, `places`: what there is to look at. `outside`: parameters and buffers of modules that are not the model's (teachers, target
+    networks), by their places. `read`: the names that the user's own code mentions. `varies`: it may read a clock, an iterator or one of
+    `generators`."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, known: Collection[int] = ()) -> None:
+        """`known`: ids of tensors that need no look."""
         self.read: set[str] = set()
         self._any: set[type] = set()  # classes whose code reads attributes by computed names
         self._paths = {id(m): path for path, m in model.named_modules()}
-        known = (-1, -1)
-        while known != (len(self.read), len(self._any)):  # each round knows more names
-            known = len(self.read), len(self._any)
+        parameters = dict(model.named_parameters())
+        self._own = {*known, *(id(p) for p in parameters.values())}
+        before = (-1, -1)
+        while before != (len(self.read), len(self._any)):  # each round knows more names
+            before = len(self.read), len(self._any)
             self.tables: list[Held] = []
             self.places: list[Place] = []
+            self.outside: dict[str, Tensor] = {}
             self.generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []  # how to get and set a state
             self.varies = False
             self._seen: dict[Any, Any] = {}
@@ -142,7 +148,6 @@ class Reach:
         self.varies |= bool(self.generators)
         for i, table in enumerate(hooks_of_all()):
             self._hold(table, functools.partial(_item, f"'global_{i}_hooks' of torch.nn"), "value", None)
-        parameters = dict(model.named_parameters())
         self._look(None, _hooks_of(list(parameters.values())), "the hooks of a parameter", None, lambda value: None)
 
     def _module(self, module: nn.Module, where: str) -> None:
@@ -158,6 +163,9 @@ class Reach:
             self._seen[id(values[table])] = module
             self._hold(values[table], functools.partial(_entry, kind, owner), kind, path)
             for name, x in values[table].items() if outside else ():  # those of the model are the program's
+                if isinstance(x, Tensor) and id(x) not in self._seen and not (isinstance(x, Released) or x.is_meta or x.is_inference()):
+                    self._seen[id(x)] = x
+                    self.outside[_entry(kind, owner, name)] = x
                 self._value(x, _entry(kind, owner, name))
         for name, value in values.items():
             if name not in _TABLES and name != "_non_persistent_buffers_set" and (names is None or name in names):
@@ -182,7 +190,7 @@ class Reach:
         own = type(x).__module__
         self.varies |= hasattr(type(x), "__next__")
         if isinstance(x, Tensor):
-            if not isinstance(x, nn.Parameter) and not x.is_inference():
+            if id(x) not in self._own and not (isinstance(x, Released) or x.is_inference()):
                 self._look(x, functools.partial(_tensor, x), where, owner, None)
         elif isinstance(x, nn.Module):
             self._module(x, where)
@@ -348,7 +356,8 @@ def _hooks_of(parameters: list[nn.Parameter]) -> Callable[[], tuple]:
 
 def _tensor(x: Tensor) -> tuple:
     """Where it is, how often it was written, and what is in it where PyTorch may not know of that."""
-    small = x.layout == torch.strided and x.device.type == "cpu" and x.nbytes <= _SMALL and x.is_contiguous() and type(x) is Tensor
+    here = x.layout == torch.strided and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
+    small = here and x.nbytes <= _SMALL and x.is_contiguous()
     data = x.data_ptr() if small else 0
     return x._version, tuple(x.shape), ctypes.string_at(data, x.nbytes) if data else b""
 

@@ -50,9 +50,11 @@ def run_for_real(
         if values is not None:
             stack.enter_context(swapped(model, {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}))
         run = prepare(stack)
+        there = {name: p for name, p in model.named_parameters() if name in own}
         try:
             with writes:
                 run(model, batch)
+            writes.note_others(there, model)
         except CaptureError:
             raise
         except Exception as e:

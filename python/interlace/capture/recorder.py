@@ -328,12 +328,12 @@ class Recorder(TorchDispatchMode):
         source = args[0]
         if not isinstance(source, FakeTensor):
             if func is not aten.lift_fresh.default and func is not aten.lift.default:
-                return self.lift(source)
+                with torch.set_grad_enabled(torch.is_grad_enabled() and func is not aten.detach.default):
+                    return self.lift(source)
             result = func(source)
             self.lift(source, result)
             return result
-        value = self.value_of(source)
-        result = func(source)
+        value, result = self.value_of(source), func(source)
         if id(result) not in self._entries:
             self._entries[id(result)] = Entry(value, self._entries[id(source)].storage, result)
             self.constants.note(func, args, kwargs, [result])

@@ -8,6 +8,7 @@ masked_select has put one behind the other are rows again.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class Sized:
         self.forms: dict[Any, Callable[..., Any]] = {
             aten.index.Tensor: self._index, aten.masked_select.default: self._select, aten._ctc_loss.Tensor: self._ctc,
             aten._ctc_loss_backward.Tensor: self._ctc_backward,
+            **{func: functools.partial(self._each, func) for func in (aten.binary_cross_entropy.default, aten.soft_margin_loss.default)},
         }  # fmt: skip
 
     def promised(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -60,6 +62,15 @@ class Sized:
         with self.recorder:
             each = [(i,) if i is None or i.dtype != torch.bool else torch.nonzero(i).unbind(1) for i in indices]
             return aten.index.Tensor(x, [i for group in each for i in group])
+
+    def _each(self, func: OpOverload, *args: Any) -> Any:
+        """A loss as its kernel computes it, which gives the result another size meanwhile: of each element, then their mean or sum."""
+        args = (*args, *(a.default_value for a in func._schema.arguments[len(args) :]))
+        if (reduction := args[-1]) == 0:
+            return None
+        with self.recorder:
+            each = func(*args[:-1], 0)
+            return each.mean() if reduction == 1 else each.sum()
 
     def _select(self, x: Tensor, mask: Tensor) -> Any:
         """Targets of a CTC loss, so far of no known size; nothing else may use them."""

@@ -46,7 +46,7 @@ from interlace.capture.tracing import (
 from interlace.capture.watch import Change
 from interlace.capture.ways import Ways
 from interlace.capture.writes import refuse_writes
-from interlace.errors import CaptureError
+from interlace.errors import CaptureError, InterlaceError
 from interlace.version import __version__
 
 Tensor = torch.Tensor
@@ -85,6 +85,7 @@ class Trace:
         self._num_captured = 0
         self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
         self.names: dict[int, str] = {}  # of buffers that are not the model's, by the tensor's id
+        self._moved: set[int] = set()  # ids of parameters whose places the model gave another one
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
         self.trained = trained
         self.unused: list[str] = []  # of `trained`, those without a gradient
@@ -115,14 +116,14 @@ class Trace:
     def _lift(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
         """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a
         constant of the program; any other tensor may change between steps, so it becomes a plain buffer."""
+        if real.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"a tensor of shape {tuple(real.shape)} that requires gradients is not part of the model; make it an nn.Parameter of the "
+                "model (a loss with parameters must be a module of the model), or use it under torch.no_grad() where it is not trained"
+            )
         known = self._lifted.get(id(real))
         if known is not None and fake is None:
             return known[1]
-        if real.requires_grad:
-            raise CaptureError(
-                f"a tensor of shape {tuple(real.shape)} that requires gradients is not part of the model; "
-                "make it an nn.Parameter of the model (a loss with parameters must be a module of the model)"
-            )
         if real.layout != torch.strided:
             raise CaptureError(f"a tensor of layout {real.layout} is used by the model; make it dense (.to_dense())")
         literal = fake is not None and not real.is_complex()
@@ -194,7 +195,7 @@ class Trace:
                 if p.kind == "param":
                     replaced[id(p.real)] = in_memory_order(p.real, replaced[id(p.real)])  # type: ignore[arg-type]
             stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
-            stored = Stored(self.model, {id(t.fake): t for t in model_tensors if t.kind != "param"})
+            stored = Stored(self.model, {id(t.fake): t for t in model_tensors})
             stack.enter_context(self.casts.of_calls(self.model))
             before = generators()
             self._locating("forward", lambda: self._forward(loss_fn, batch))
@@ -210,7 +211,7 @@ class Trace:
     def _written(self) -> None:
         """Buffers that were written in place, or by `b.data = ...`: their next values."""
         rec = self.recorder
-        written = [t for t in self.tensors if t.fake is not None and rec.was_written(t.fake)]
+        written = [t for t in self.tensors if t.fake is not None and (id(t) in self._moved or rec.was_written(t.fake))]
         refuse_writes({t.name: t.real.requires_grad for t in written if t.kind == "param"})
         for t in written:
             if id(t) not in self._assigned:
@@ -228,20 +229,34 @@ class Trace:
     def _replaced(self, stored: Stored) -> None:
         """Buffers and tensor attributes that the model assigned anew: their next values."""
         for t, new, where in stored.replaced():
+            if t.kind == "param":
+                self._moved.add(id(t))
+                continue
             read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
-            if t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
+            other = (new.dtype, new.shape) != (t.real.dtype, t.real.shape)
+            if other and t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
                 continue  # it is only kept for somebody to look at
             self._assign(t, new.detach(), f"'{where}'")
 
     def assign(self, change: Change) -> bool:
-        """A tensor that the trace has read outside of the model, and another one that is in its place now: its next value."""
-        known = self._lifted.get(id(change.before))
-        if known is None or not isinstance(change.after, FakeTensor):
+        """Tensors that the trace has read outside of the model, and others that are in their places now: their next values."""
+        before, after = change.before, change.after
+        if isinstance(before, Tensor):
+            before, after = [before], [after]
+        if not isinstance(before, (list, tuple)) or type(before) is not type(after) or len(before) != len(after):
             return False
-        t = next((t for t in self.tensors if t.fake is known[1]), None)
-        if t is not None:
-            self._assign(t, change.after, change.where)
-        return t is not None
+        found: dict[int, tuple[ModelTensor, Tensor]] = {}
+        moved = [(x, y) for x, y in zip(before, after, strict=True) if x is not y]
+        for x, y in moved:
+            known = self._lifted.get(id(x))
+            t = next((t for t in self.tensors if known is not None and t.fake is known[1]), None)
+            if t is not None and isinstance(y, FakeTensor):
+                found[id(t)] = t, y
+        if not moved or len(found) < len(moved):
+            return False
+        for t, y in found.values():
+            self._assign(t, y, change.where)
+        return True
 
     def _assign(self, t: ModelTensor, new: Tensor, where: str) -> None:
         if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):
@@ -326,6 +341,11 @@ class Trace:
             raise CaptureError(
                 f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self.module()}; use a form with "
                 "fixed sizes (torch.where, masks), or pass fullgraph=False to run that module in Python"
+            ) from e
+        except InterlaceError as e:  # of a parameter without values (released.py), which is not the model's: those are fakes here
+            raise CaptureError(
+                f"{user_place(e.__traceback__) or what}: a parameter of another trainer, whose ranks have a part of it each; give that "
+                'trainer Config(strategy="zero1") or "replicate", whose parameters are whole on every rank'
             ) from e
         except Exception as e:
             place = user_place(e.__traceback__) or what

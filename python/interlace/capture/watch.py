@@ -20,9 +20,10 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import is_not
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch import nn
 from interlace.capture.reach import MISSING, Held, Reach, setter, simple
 
 Tensor = torch.Tensor
+_OF_MODEL = re.compile(r"(?:\w+ )?'([^']*)' of (?:the model|module '[^']*')(?:\[([^\]]*)\])?")  # of a module, or in its list
 _OF_SAVING = frozenset({"architectures", "transformers_version"})  # Hugging Face's save_pretrained writes them, on whatever rank saves
 
 
@@ -75,12 +77,21 @@ def describe(x: Any) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
+def buffer_name(where: str, owner: str | None) -> str:
+    """What a program calls the buffer that a tensor in a place is: as the model does, or where that does not look so deep, by the place."""
+    own = _OF_MODEL.fullmatch(where) if owner is not None else None
+    return where if own is None else ".".join(filter(None, (owner, own[1], own[2] and own[2].strip("'"))))
+
+
 class Watch:
     """Everything reachable from a model and its loss function, as it is now. `varies`: that may be another value at each look."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
-        self._reach = Reach(model, loss_fn)
+    def __init__(self, model: nn.Module, loss_fn: Any = None, prefix: str = "", known: Collection[int] = ()) -> None:
+        """`prefix`: of the names of the loss function's tensors, which those of another one must not have. `known`: ids of tensors that need
+        no look."""
+        self._reach, self._prefix = Reach(model, loss_fn, known), prefix
         self.varies = self._reach.varies
+        self.outside = {prefix + where: t for where, t in self._reach.outside.items()}
         self._first = self._later = [get() for get, _ in self._reach.generators]
         self._dicts = [h for h in self._reach.tables if isinstance(h.holder, dict)]
         self._tables = tuple((h.holder, h.values) for h in self._dicts)
@@ -143,6 +154,39 @@ class Watch:
             for change in found:
                 change.put(change.before)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are looked at and that the model does not count as its own, by the names of the buffers that they and `outside` are."""
+        looked = [p for p in self._reach.places if isinstance(p.of, Tensor) and buffer_name(p.where, p.owner) == p.where]
+        return {self._prefix + p.where if p.owner is None else p.where: p.of for p in looked}
+
+    def replace(self, new: Mapping[str, Tensor]) -> bool:
+        """Puts tensors into the places of others, by the names of the buffers that these are; says whether there were any."""
+        found = False
+
+        def of(x: Any, where: str, owner: str | None) -> Any:
+            if isinstance(x, Tensor):
+                return new.get(buffer_name(where, owner), x)
+            if not isinstance(x, tuple):
+                return x
+            items = [of(item, f"{where}[{i}]", owner) for i, item in enumerate(x)]
+            if not any(map(is_not, items, x)):
+                return x
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+
+        def put(x: Any, where: str, owner: str | None, into: Callable[[Any], None]) -> None:
+            nonlocal found
+            if (now := of(x, where, owner)) is not x:
+                found = True
+                into(now)
+
+        for h in (*self._dicts, *self._lists):
+            for key, value in zip(h.keys, h.values, strict=True) if h.kind == "value" else ():
+                put(value, h.where(key), h.owner, setter(h.holder, key))
+        for p in self._reach.places:
+            if p.put is not None:
+                put(p.value, p.where, p.owner, p.put)
+        return found
+
     def _numbers(self) -> Iterator[Change]:
         """Every place that holds a float."""
         for h in (*self._dicts, *self._lists):
@@ -158,14 +202,14 @@ class Watch:
         return {change.where: change.before for change in self._numbers()}
 
     def state(self) -> Iterator[tuple[str, str]]:
-        """(place, value) of all that is plain, and which object the rest is: equal states make equal programs. Not what tensors of modules
-        hold, which is written into buffers of programs."""
+        """(place, value) of all that is plain, and which object the rest is: equal states make equal programs. Not what tensors hold, which
+        is written into buffers of programs."""
         for h in (*self._dicts, *self._lists):
             for key, value in zip(h.keys, h.values, strict=True):
                 if h.counts(key):
                     yield h.where(key), _mark(value)
         for p in self._reach.places:
-            if p.owner is None or not isinstance(p.of, Tensor) or "]" in p.where:
+            if not isinstance(p.of, Tensor) or (p.owner is not None and "]" in p.where):
                 yield p.where, _mark(p.value)
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import CaptureError
@@ -44,6 +45,12 @@ class Writes(TorchDispatchMode):
             if name not in self._before:
                 self._before[name] = self._tensors[name][1].clone()
             self.by.setdefault(name, set()).add(operator)
+
+    def note_others(self, before: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Parameters that other ones are in the places of."""
+        for name, t in model.named_parameters():
+            if before.get(name, t) is not t:
+                self.by.setdefault(name, set()).add("assigned")
 
     def written(self) -> set[str]:
         """Names of what was written, or given other memory (`t.data = ...`)."""

@@ -48,6 +48,7 @@ class Captures:
         self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
         self.trained: set[str] = set()  # parameters that had a gradient in some program; in others they have zeros (`meta unused`)
         self.grows = True  # until there is a program: buffers may get other sizes, which rank 0's constants tell the others
+        self.prefix = ""  # of names of the loss function's tensors
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
@@ -97,7 +98,7 @@ class Captures:
                     self.programs.cached.append("capture")
                     return text, constants
                 break
-            watch = Watch(self.model, self.loss_fn)
+            watch = Watch(self.model, self.loss_fn, self.prefix)
             with reads_of(holders) as read:
                 captured, text, constants = self._captured(micro_batch, watch)
             drops = [(place, p) for place, p in drops if place not in holders or place in read]

@@ -85,11 +85,8 @@ def _gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """What a model puts in the place of a buffer or tensor attribute goes into the buffer, which is a state of the trainer."""
-    places = [
-        (table, name, t) for module in model.modules() for table in (module._buffers, vars(module)) for name, t in table.items()
-        if isinstance(t, Tensor)
-    ]  # fmt: skip
+    """What a model puts in the place of a buffer goes into the buffer, which is a state of the trainer. Tensor attributes are the model's."""
+    places = [(module._buffers, name, t) for module in model.modules() for name, t in module._buffers.items() if t is not None]
     try:
         yield
     finally:
@@ -158,7 +155,8 @@ class EagerRunner:
                     outputs.setdefault(name, []).append(value.detach())
                 gradients.append([found[name] if name in found else torch.zeros_like(leaves[name]) for name in self.gradients])
                 self.used.update(found)
-            for name, t in leaves.items():
+            now = dict(self.model.named_parameters())
+            for name, t in ((name, now.get(name, t)) for name, t in leaves.items()):
                 if name in self._writes or t.data_ptr() != begin[name]:  # p.data = ..., say
                     self.states.fill_from(name, WEIGHT, t.detach())
         if late := self.used.difference(self.gradients):
@@ -182,6 +180,7 @@ class EagerRunner:
                     with writes:
                         loss = outputs_of(self.loss_fn(self.model, on_device(micro_batch, self.peers.device)))["loss"]
                         found = _gradients(loss, leaves)
+                    writes.note_others(leaves, self.model)
                 finally:
                     writes.restore()
         finally:
@@ -190,8 +189,8 @@ class EagerRunner:
                 buffer.data = alias
                 buffer.copy_(value)
         self._writes = set(writes.by)
-        if self._writes and self.peers.size > 1:
-            refuse_writes({name: leaves[name].requires_grad for name in writes.by}, writes.by)
+        if several := {n: by for n, by in writes.by.items() if self.peers.size > 1 or ("assigned" in by and leaves[n].requires_grad)}:
+            refuse_writes({name: leaves[name].requires_grad for name in several}, several)
         return [name for name in self.gradients if name in found]
 
     def find_nonfinite(self, micro_batches: list[Any], step: int) -> str | None:

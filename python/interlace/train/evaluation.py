@@ -22,6 +22,7 @@ from torch import nn
 
 from interlace.capture.inputs import InputSpec, on_device
 from interlace.capture.loss import outputs_of
+from interlace.capture.watch import Watch
 from interlace.capture.ways import other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner, check_stages
@@ -58,7 +59,7 @@ class Evaluation:
 
     def __init__(self, run: Run, captures: Captures, planner: Planner) -> None:
         self.run, self.captures, self.planner = run, captures, planner
-        self._built: dict[Any, list[tuple[_Ready, InputSpec, LossFn | None]]] = {}  # for the ways that batches have taken so far
+        self._built: dict[Any, list[_Ready]] = {}  # for the ways that batches have taken so far
         self._undecided: set[str] = set()  # as in Captures
         self._calls = 0
 
@@ -81,12 +82,13 @@ class Evaluation:
         key = (id(loss_fn), trainable, out, tensors, repr(spec.fixed()))
         inputs = batches.flatten(spec, [batch], run.peers.device)
         kept = self._built.setdefault(key, [])
+        kept[:] = [ready for ready in kept if not ready.stale()]
         while (ready := self._fitting(kept, inputs)) is None:
             run.check_same_batch(f"batch of evaluation {self._calls}", inputs)
             made = self._build(batch, loss_fn, out)
             if isinstance(made, str):
                 return made
-            kept.append((made, spec, loss_fn))  # with it, so that its id stays its own
+            kept.append(made)
             other = other_way(made.ways, inputs)
             places = {at for at in run.peers.exchange("ways of evaluation", "" if other is None else made.ways[other[0]]["at"]) if at}
             if len(kept) > MANY_WAYS:
@@ -99,12 +101,12 @@ class Evaluation:
         ready.bring_back(run.ir)
         return {name: values[0] for name, values in result["outputs"].items()}
 
-    def _fitting(self, kept: list[tuple[_Ready, InputSpec, LossFn | None]], inputs: list[list[Tensor]]) -> _Ready | None:
+    def _fitting(self, kept: list[_Ready], inputs: list[list[Tensor]]) -> _Ready | None:
         """The first that was made for the ways that this batch takes, on all ranks. Every rank must call it."""
-        mine = [int(other_way(ready.ways, inputs) is not None) for ready, _, _ in kept]
-        if any(ready.ways for ready, _, _ in kept):
+        mine = [int(other_way(ready.ways, inputs) is not None) for ready in kept]
+        if any(ready.ways for ready in kept):
             mine = self.run.peers.groups.largest(mine)
-        return next((ready for (ready, _, _), other in zip(kept, mine, strict=True) if not other), None)
+        return next((ready for ready, other in zip(kept, mine, strict=True) if not other), None)
 
     def forget(self) -> None:
         """The executors hold the connections of the ranks, and the states of the program that ran when they were made."""
@@ -126,6 +128,7 @@ class Evaluation:
         run, programs, captures = self.run, self.run.programs, self.captures
         if loss_fn is not captures.loss_fn:
             captures = Captures(captures.model, loss_fn, captures.optimizer, programs)
+            captures.prefix = f"evaluation {self._calls}: "
         captures.undecided |= self._undecided
 
         def make() -> Source:
@@ -145,7 +148,8 @@ class Evaluation:
         problem = programs.over_limit(programs.parse(source), run.ir)
         if problem is not None:
             return f"evaluate: {problem}, or evaluate on a smaller batch"
-        return _Ready(programs.build_beside(source, run.executor, run.ir))
+        watch = Watch(run.model, loss_fn, captures.prefix) if captures.prefix else None
+        return _Ready(programs.build_beside(source, run.executor, run.ir), loss_fn, watch)
 
     def _within_limit(self, text: str, out: tuple[str, ...], stage: int) -> Made:
         """The program (of a stage) that moves least among those that the limit allows; else the one that needs least."""
@@ -179,12 +183,24 @@ class Evaluation:
 
 
 class _Ready:
-    """An evaluating program on the states of one that trains."""
+    """An evaluating program on the states of one that trains. `watch`: of a loss function that the trainer does not follow, whose id stays
+    its own as long as it is kept."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: Built, loss_fn: LossFn | None, watch: Watch | None) -> None:
         self.built, self.ways = built, ways_of(built.ir)
+        self._loss_fn, self._watch = loss_fn, watch
+        outside = {} if watch is None else watch.outside
+        self._outside = [(built.executor.tensor(b["value"]), outside[b["name"]]) for b in built.ir.buffers() if b["name"] in outside]
         self.left_out = {state_name(s): s["value"] for s in built.ir.states() if s["out"]}
         self.moves = any(s["moves"] for s in built.ir.states())
+
+    def stale(self) -> bool:
+        """Whether the loss function would compute something else now. Parameters and buffers of its modules are taken as they are."""
+        for storage, t in self._outside:
+            if t.shape != storage.shape:
+                return True
+            storage.copy_(t.detach())
+        return self._watch is not None and any(c.owner is None for c in self._watch.moved())
 
     def bring_back(self, running: Any) -> None:
         """States that only this program leaves out: the one that trains does not look for them in the tier."""

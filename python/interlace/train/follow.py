@@ -29,11 +29,10 @@ from typing import Any
 import torch
 
 from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
-from interlace.capture.model_tensors import ModelTensor, collect
 from interlace.capture.opaque import LOSS, TAIL
 from interlace.capture.reach import MISSING
 from interlace.capture.unread import moved, unread
-from interlace.capture.watch import Change, Watch, describe
+from interlace.capture.watch import Change, Watch, buffer_name, describe
 from interlace.capture.ways import Way, other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
@@ -42,9 +41,9 @@ from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
 from interlace.train.evaluation import Evaluation
-from interlace.train.materialize import point_at
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run, gathered
+from interlace.train.values import Values
 
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
@@ -94,17 +93,22 @@ class Follow:
         self._programs: dict[tuple[str, str], tuple[Built, int]] = {}
         self._turns: Counter[str] = Counter()  # programs captured for other ways, by the place that tells them apart
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
-        self._memory: tuple[Any, list[tuple[ModelTensor, int]]] = None, []  # a program, and where the model's tensors are
-        self._reals: list[Tensor] = []  # these tensors,
-        self._marks = b""  # and theirs
         self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
         self._inputs: set[Path] = set()  # floats of a micro-batch that are inputs of the program
         self._read: set[str] = set()  # families of texts and numbers beside the tensors that the program depends on
         self._forms = 0  # that were captured
+        self._evaluated = ""  # the state of the model in evaluations, where the next step will follow it
+        self.watch = Watch(captures.model, captures.loss_fn)
+        self.values = Values(run, captures.model, self.watch)
         self._look()
+        self.values.take(begin=True)
 
-    def _look(self) -> None:
-        self.watch = Watch(self.captures.model, self.captures.loss_fn)
+    def _look(self, lend: bool = True) -> None:
+        """`lend`: the program has what Python has put somewhere, and its own tensors may take their places."""
+        self.watch = Watch(self.captures.model, self.captures.loss_fn, known=self.values.shown)
+        if lend and self.watch.replace(self.values.views()):
+            self.watch = Watch(self.captures.model, self.captures.loss_fn, known=self.values.shown)
+        self.values.look(self.watch)
 
     def forget(self) -> None:
         """The programs that are kept hold the connections of the ranks, and the states."""
@@ -116,18 +120,19 @@ class Follow:
         if self.frozen.recompiled:
             self.frozen.recompiled = False
             self._programs.clear()
-        self._take_assigned()
+        self.values.take()
         changes = self.watch.moved()
         if not changes and form is None:
             return
         self._refuse(changes)
         rest = [c for c in changes if not self._write(c)]
+        self.values.written = {id(c.after) for c in rest if c.kind == "tensor"}
         if rest:
             self._agree(rest)
         if rest or form is not None:
             numbers = {c.where for c in rest if type(c.before) is float and type(c.after) is float and _may_be_input(c.where)}
             before, spec = self._key(self.watch), self.run.spec
-            self._look()
+            self._look(lend=False)
             try:
                 if form is not None:
                     self.run.spec = form.spec
@@ -137,6 +142,22 @@ class Follow:
                 self.run.spec = spec
                 raise
         self._look()
+        self.values.take()
+        self.values.written = set()
+
+    def before_evaluation(self) -> None:
+        """Values that have changed since the last step go into buffers. Evaluating programs are made anew where something else has changed
+        that the next step will follow."""
+        self.values.take()
+        changes = self.watch.moved()
+        rest = [c for c in changes if not self._write(c)]
+        if changes and not rest:
+            self._look()
+            self.values.take()
+        rest = [c for c in rest if not c.where.startswith("'training' of")]
+        if (state := self._key(Watch(self.captures.model, self.captures.loss_fn)) if rest else "") != self._evaluated:
+            self._evaluated = state
+            self.evaluation.forget()
 
     # ---- batches of other forms ----
 
@@ -210,36 +231,6 @@ class Follow:
                 f"batch entry {name} is {theirs} on {ranks_text(other)} and {ours} on rank 0 before step {run.steps}; {SIZES}"
             )
 
-    def _take_assigned(self) -> None:
-        """Parameters and buffers that were given other memory (`p.data = t`): their values go into the program's."""
-        from interlace import _runtime
-
-        run = self.run
-        if self._memory[0] is not run.ir:
-            found = [(t, self._storage(t)) for t in collect(self.captures.model)]
-            self._memory = run.ir, [(t, s.data_ptr()) for t, s in found if s is not None and s.device == t.real.device]
-            self._reals, self._marks = [t.real for t, _ in self._memory[1]], b""
-        if _runtime.marks(self._reals) == self._marks:
-            return
-        for i, (t, pointer) in enumerate(self._memory[1]):
-            if t.real.data_ptr() == pointer:
-                continue
-            storage = self._storage(t)
-            if storage is None or (storage.shape, storage.dtype) != (t.real.shape, t.real.dtype):
-                raise InterlaceError(f"'{t.name}' is {describe(t.real)} of {t.real.dtype} now, and was not when compiled; compile again")
-            if t.real.data_ptr() != storage.data_ptr():
-                run.flush()
-                storage.copy_(t.real.detach())
-                point_at(t.real, storage)
-            self._memory[1][i] = t, storage.data_ptr()
-        self._marks = _runtime.marks(self._reals)
-
-    def _storage(self, t: ModelTensor) -> Tensor | None:
-        """What the program keeps a tensor of the model in, whole."""
-        if t.kind == "param":
-            return self.run.states.resident(t.name)
-        return self.run.tensors.buffers.get(t.name) if t.kind == "buffer" else None
-
     def after_step(self) -> None:
         """What opaque modules have changed of themselves in the step is no change between two steps; an opaque loss function may change
         anything."""
@@ -281,10 +272,10 @@ class Follow:
             self._known = self.run.ir, ways_of(self.run.ir)
         return self._known[1]
 
-    @staticmethod
-    def _refuse(changes: list[Change]) -> None:
+    def _refuse(self, changes: list[Change]) -> None:
+        own = {id(p) for p in self.captures.model.parameters()} if changes else ()
         for c in changes:
-            if c.kind in ("parameter", "module") or isinstance(c.before, torch.nn.Parameter):
+            if (c.owner is not None and c.kind in ("parameter", "module")) or id(c.before) in own:
                 raise InterlaceError(
                     f"{c.where} is {describe(c.after)} now and was {describe(c.before)} when compiled; the trainer has the values of "
                     "the parameters it was given: copy new ones with trainer.load_weights, or compile again"
@@ -296,15 +287,15 @@ class Follow:
         if isinstance(c.after, (int, float)) and c.where in buffers and c.where in self.captures.numbers:
             self.run.executor.tensor(buffers[c.where]).fill_(float(c.after))
             return True
-        if not isinstance(c.before, Tensor) or not isinstance(c.after, Tensor) or c.owner is None:
+        pairs = _pairs(c.before, c.after)
+        alike = all(isinstance(a, Tensor) and isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape) for _, a, b in pairs)
+        names = [buffer_name(c.where if key is None else f"{c.where}[{key}]", c.owner) for key, _, _ in pairs]
+        if not pairs or not alike or not buffers.keys() >= set(names):
             return False
-        alike = (c.before.dtype, c.before.shape) == (c.after.dtype, c.after.shape)
-        name = c.where.partition("'")[2].partition("'")[0]
-        name = f"{c.owner}.{name}" if c.owner else name
-        if not alike or name not in buffers or "]" in c.where:
-            return False
-        self.run.executor.tensor(buffers[name]).copy_(c.after.detach())
-        if c.kind == "buffer":
+        for name, (_, _, after) in zip(names, pairs, strict=True):
+            if name not in self.watch.outside:  # else values.take does
+                self.run.executor.tensor(buffers[name]).copy_(after.detach())
+        if c.kind == "buffer" and c.owner is not None:
             c.put(c.before)  # which is the program's
         return True
 
@@ -345,7 +336,8 @@ class Follow:
             stale = programs.regions.stale(found.source.waits)
             if same and fits and other == key and stage == run.stage and not stale:
                 self._programs[before] = (self._running(), run.stage)
-                return self._use(found)
+                self._use(found)
+                return self.values.fill()
         if place is not None:
             self._turns[place] += 1
         log.warning("step %d: compiling again, because %s", run.steps, why)
@@ -380,10 +372,8 @@ class Follow:
             self._inputs |= {path for path in form.floats if path_name(path) in named}
         if form is not None or self._inputs:
             run.spec = dataclasses.replace(InputSpec.of(_numbered(micro_batch, self._inputs)), free=run.spec.free)
+        self.values.fill()
         buffers = {b["name"]: b["value"] for b in run.ir.buffers()}
-        for t in collect(self.captures.model):
-            if t.kind == "plain" and t.name in buffers and not t.real.is_meta:
-                run.executor.tensor(buffers[t.name]).copy_(t.real.detach())
         values = self.watch.numbers()
         self._fixed |= numbers - buffers.keys()
         self.captures.numbers |= numbers & buffers.keys()
@@ -427,6 +417,15 @@ class Follow:
         state = "\n".join(f"{where}={value}" for where, value in watch.state() if where not in self.captures.numbers)
         state += repr((self.run.spec.tensors, self.run.spec.fixed()))
         return hashlib.sha256(state.encode()).hexdigest()
+
+
+def _pairs(before: Any, after: Any) -> list[tuple[Any, Any, Any]]:
+    """(key, value before, value after) of what is another object, or was written, in a place or a list or tuple there."""
+    if not isinstance(before, (list, tuple)):
+        return [(None, before, after)]
+    if type(before) is not type(after) or len(before) != len(after):
+        return []
+    return [(i, x, y) for i, (x, y) in enumerate(zip(before, after, strict=True)) if x is not y]
 
 
 def _within(owner: str | None, paths: set[str]) -> bool:

@@ -97,6 +97,8 @@ class Trainer:
         """
         self.flush()
         with self._run.peers.guard(), self._run.determinism():
+            if self._follow is not None:
+                self._follow.before_evaluation()
             found = self._evaluation.run_on(batch, loss_fn)
         if isinstance(found, str):
             raise InterlaceError(found)
