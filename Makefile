@@ -41,16 +41,16 @@ core-test:  ## build and test the C++ rooms that need no torch
 	@export PATH="$(BIN):$$PATH" && cmake --preset core >build/core.log || { cat build/core.log; exit 1; } \
 	  && cmake --build --preset core && ctest --preset core
 
-asan-test:  ## the same under address and undefined-behaviour sanitizers
-	@sh tools/setup/system.sh python cxx venv gtest
+asan-test:  ## the same under address and undefined-behaviour sanitizers (clang)
+	@sh tools/setup/system.sh python cxx venv gtest clang
 	@$(SETUP) tools
 	@export PATH="$(BIN):$$PATH" && cmake --preset asan >build/asan.log || { cat build/asan.log; exit 1; } \
 	  && cmake --build --preset asan && ctest --preset asan
 
 fuzz:  ## fuzz every reader for FUZZ_SECONDS (default 60)
-	@sh tools/setup/system.sh python cxx venv clang
+	@sh tools/setup/system.sh python cxx venv gtest clang
 	@$(SETUP) tools
-	@export PATH="$(BIN):$$PATH" && cmake --preset fuzz >build/fuzz.log || { cat build/fuzz.log; exit 1; } \
+	@export PATH="$(BIN):$$PATH" && cmake --preset asan >build/asan.log || { cat build/asan.log; exit 1; } \
 	  && cmake --build --preset fuzz && sh tools/setup/fuzz.sh $(FUZZ_SECONDS)
 
 bench: build  ## measure against PyTorch, alternating in the same processes; figures go to out/bench.json

@@ -1,6 +1,6 @@
 # quick_build.cmake — all that makes a build or a test run faster and changes nothing else: ccache, unity batches, a shared
-# precompiled header, flags of the core preset (INTERLACE_QUICK), tests in shards. A room added to CMakeLists.txt needs no
-# line here.
+# precompiled header, flags of the core preset (INTERLACE_QUICK), how the compiler keeps its memory, tests in shards. A room
+# added to CMakeLists.txt needs no line here.
 
 find_program(CCACHE ccache)
 if(CCACHE)
@@ -14,11 +14,13 @@ if(INTERLACE_QUICK)
   # Errors are values here and nothing is caught, so no code has to be made for unwinding.
   add_compile_options(-fno-exceptions -fno-asynchronous-unwind-tables)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # The compiler's own garbage is collected seldom; a batch stays under 1 GB.
-    add_compile_options("SHELL:--param ggc-min-expand=200" "SHELL:--param ggc-min-heapsize=1000000")
     # What is called once stays a function: long functions take it more time than their calls would.
     add_compile_options(-fno-inline-functions-called-once)
   endif()
+endif()
+if((INTERLACE_QUICK OR INTERLACE_TESTING) AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # The compiler's own garbage is collected seldom; a batch stays under 2 GB, which who only installs may not have for every core.
+  add_compile_options("SHELL:--param ggc-min-expand=200" "SHELL:--param ggc-min-heapsize=1000000")
 endif()
 
 # interlace_batches(target source...): in a unity build, as few batches as CMAKE_UNITY_BUILD_BATCH_SIZE allows, all of about

@@ -92,7 +92,7 @@ std::string SetSimulationSummary(const SetSimulation& s) {
   for (const StageUse& use : s.use) idle += use.Bubble();
   AddLine(out, "step          %s, %.1f %% of it bubbles", TimeInWords(s.makespan_ps()).c_str(),
           Percent(idle, s.makespan_ps()) / static_cast<double>(s.stages.size()));
-  AddLine(out, "stage  compute optimizer  before  behind    fill   drain transfers  launch   peak memory");
+  out += "stage  compute optimizer  before  behind    fill   drain transfers  launch   peak memory\n";
   const int64_t limit = s.cluster.MemoryLimitBytes();
   for (size_t stage = 0; stage < s.stages.size(); ++stage) {
     const StageUse& use = s.use[stage];
@@ -103,7 +103,7 @@ std::string SetSimulationSummary(const SetSimulation& s) {
             share(use.fill_ps), share(use.drain_ps), share(use.transfers_ps), share(use.launch_ps),
             BytesInWords(peak).c_str(), peak > limit ? " (DOES NOT FIT)" : "");
   }
-  AddLine(out, "critical path, by stage:");
+  out += "critical path, by stage:\n";
   const std::vector<PathShare> shares = SharesOf(s);
   for (size_t i = 0; i < std::min<size_t>(shares.size(), 10); ++i) {
     AddLine(out, "  %5.1f %%  %-10s stage %-3d %s", Percent(shares[i].time_ps, s.makespan_ps()),

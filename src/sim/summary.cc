@@ -161,7 +161,7 @@ std::string SimulationSummary(const Simulation& s) {
             TimeInWords(lane.exposed_ps).c_str(), static_cast<long long>(lane.transfers),
             BytesInWords(lane.bytes).c_str());
   }
-  AddLine(out, "critical path, by module:");
+  out += "critical path, by module:\n";
   std::vector<Blame> blame = BlameModules(s.input, s.path);
   for (size_t i = 0; i < std::min<size_t>(blame.size(), 10); ++i) {
     const Blame& b = blame[i];

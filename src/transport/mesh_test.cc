@@ -295,8 +295,8 @@ TEST(Notes, OfAStuckConnectionItsEndsAreNamed) {
   const Note notes[] = {waits({1}, 2), waits({0, 2}, 1.5), waits({0, 1}, 1.5)};
   const char* texts[] = {"rank 1 stopped waiting for this rank (0) after 2.00 s in gather u0",
                          "rank 0 stopped waiting for this rank (1) after 2.00 s in gather u0",
-                         "rank 1 did not answer for 2.00 s (timed out: stuck, or slower than the timeout), reported by rank "
-                         "0 in gather u0"};
+                         ("rank 1 did not answer for 2.00 s (timed out: stuck, or slower than the timeout), reported by rank "
+                          "0 in gather u0")};
   for (int rank = 0; rank < 3; ++rank) {
     std::vector<Witness> peers(3);
     for (int peer = 0; peer < 3; ++peer) {

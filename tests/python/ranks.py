@@ -106,11 +106,17 @@ def free_port() -> int:
 
 
 def context() -> Any:
-    """Processes of this context are forked from one that has imported torch, and what an optimizer and a capture would import."""
+    """Processes of this context are forked from one that has imported torch, and what an optimizer, a capture, a command and the
+    models of most tests would import: a second of each process that builds a model, half of each command. None is a module of ours
+    that looks at the terminal or the environment when it is imported."""
     server = mp.get_context("forkserver")
     server.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch._dynamo", "transformers", "safetensors.torch", "interlace.train.compile"]
-    )
+        [
+            "torch", "torch.distributed", "torch._dynamo", "transformers", "safetensors.torch", "interlace.train.compile", "typer",
+            "typer._adapters", "pydantic.fields", "rich.console", "rich.progress", "rich.table", "tokenizers.implementations",
+            "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
+        ]
+    )  # fmt: skip
     return server
 
 

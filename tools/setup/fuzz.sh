@@ -1,10 +1,10 @@
 #!/bin/sh
-# fuzz.sh SECONDS - runs every fuzz target of build/fuzz for so long, beside one another. A finding ends it and is kept in out/.
+# fuzz.sh SECONDS - runs every fuzz target of build/asan for so long, beside one another. A finding ends it and is kept in out/.
 # FUZZ_SEED=n draws the same inputs again. Three quarters of the time go to inputs of at most 1.5 KB, thousands a second; the rest to inputs of any size, hundreds.
 set -eu
 seconds="$1"
-targets=$(find build/fuzz -maxdepth 1 -name '*_fuzz' -type f -perm -u+x | sort)
-[ -n "$targets" ] || { echo "error: no fuzz targets in build/fuzz" >&2; exit 1; }
+targets=$(find build/asan -maxdepth 1 -name '*_fuzz' -type f -perm -u+x | sort)
+[ -n "$targets" ] || { echo "error: no fuzz targets in build/asan" >&2; exit 1; }
 mkdir -p out
 all="tests/golden tests/models tests/regress"
 # shellcheck disable=SC2086 # a list of folders on purpose

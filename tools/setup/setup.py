@@ -1,9 +1,10 @@
 """Sets up the Python side: the environment, torch, the packages, and Interlace itself built against that torch.
 
-    python3 tools/setup/setup.py tools    # an environment with cmake and ninja
-    python3 tools/setup/setup.py build    # and torch, the runtime packages, and interlace
-    python3 tools/setup/setup.py test     # and pytest, and interlace with `_runtime.testing`
-    python3 tools/setup/setup.py dev      # and ruff, mypy
+    python3 tools/setup/setup.py tools     # an environment with cmake and ninja
+    python3 tools/setup/setup.py packages  # and torch, the runtime packages, pytest: all that `test` installs and does not build
+    python3 tools/setup/setup.py build     # tools, torch, the runtime packages, and interlace
+    python3 tools/setup/setup.py test      # and pytest, and interlace with `_runtime.testing`
+    python3 tools/setup/setup.py dev       # and ruff, mypy
 
 Uses an active environment (VIRTUAL_ENV, CONDA_PREFIX) that already has torch as it is; else makes .venv, which sees the
 torch of the python3 on the path if that has one. TORCH=... is the requirement that is installed instead of the default.
@@ -25,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_TOOLS = ["scikit-build-core>=0.10", "pybind11>=2.13", "cmake>=3.22", "ninja"]
 TORCH = "torch==2.13.0"
-LEVELS = ["tools", "build", "test", "dev"]
+LEVELS = ["tools", "packages", "build", "test", "dev"]
 
 
 def say(text: str) -> None:
@@ -186,15 +187,18 @@ def main() -> None:
     python = choose_python()
     done = Done(python)
     install(python, done, "tools", BUILD_TOOLS)
-    if level >= LEVELS.index("build"):
+    if level >= LEVELS.index("packages"):
         install_torch(python, done)
         install(python, done, "runtime", [*project()["dependencies"], *project()["optional-dependencies"]["transformers"]])
-        build_package(python, done, testing=sys.argv[1] == "test")
-    if level >= LEVELS.index("test"):
+    if sys.argv[1] != "build" and level >= LEVELS.index("packages"):
         install(python, done, "test", project()["optional-dependencies"]["test"])
+    if level >= LEVELS.index("build"):
+        build_package(python, done, testing=sys.argv[1] == "test")
     if level >= LEVELS.index("dev"):
         install(python, done, "dev", project()["optional-dependencies"]["dev"])
-    (ROOT / "build" / "python-path").write_text(python)
+    path = ROOT / "build" / "python-path"
+    if not path.exists() or path.read_text() != python:  # another target may read it
+        path.write_text(python)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // Fuzz target: any bytes may come; what is accepted must print, read back, verify, bind, compact.
-//   make fuzz, or build/fuzz/parser_fuzz FILE
+//   make fuzz, or build/asan/parser_fuzz FILE
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

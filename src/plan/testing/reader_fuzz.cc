@@ -1,7 +1,7 @@
 // Fuzz target: the readers beside the program's own. The first word says which, as in the files: a profile, a plan, the
 // text of a model, a program to simulate and to explain, JSON; anything else is a cluster file and a pipeline of
 // passes. What is accepted must print, and read back the same.
-//   make fuzz, or build/fuzz/reader_fuzz FILE
+//   make fuzz, or build/asan/reader_fuzz FILE
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

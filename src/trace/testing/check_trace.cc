@@ -87,7 +87,8 @@ class Checker {
 
   static Result<int64_t> Integer(const Json& event, std::string_view key) {
     const Json* field = event.Find(key);
-    if (field == nullptr || !field->is(Json::Kind::kNumber) || field->number != std::floor(field->number)) {
+    if (field == nullptr || !field->is(Json::Kind::kNumber) || field->number != std::floor(field->number) ||
+        std::abs(field->number) >= 9e18) {
       return MakeError("'", key, "' is no integer");
     }
     return static_cast<int64_t>(field->number);
