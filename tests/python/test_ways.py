@@ -117,6 +117,55 @@ def test_each_batch_takes_its_way(size: int) -> None:
         assert len(said) == 1 and "reads True of the batch, and read False when compiled" in said[0]  # the other program is kept
 
 
+class Started(nn.Module):
+    """Takes its scale from the first batch that it sees, as ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.register_buffer("started", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.started == 0:
+            self.mean.copy_(h.detach().mean(0))
+            self.started.fill_(1)
+        return F.cross_entropy(self.last(h - self.mean), y)
+
+
+def trainer_of(model: nn.Module, **config: Any) -> interlace.Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return interlace.compile(model, optimizer, call, of(0), interlace.Config(schedule=[], cache="off", **config))
+
+
+def test_a_flag_in_a_buffer() -> None:
+    batches = [of(i) for i in range(6)]
+    (losses, expected, said) = ranks.run(train, 1, Started, batches)[0]
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert len(said) == 1 and "reads False now, and read True when compiled" in said[0]
+    # Evaluation, a script that begins anew, and a step that was captured before are other ways as well.
+    model, seen = Started().double(), Started().double()
+    seen.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(seen.parameters(), lr=0.1)
+    with trainer_of(model) as trainer:
+        for i in range(4):
+            if i == 2:
+                model.started.zero_()
+                seen.started.zero_()
+            trainer.step(batches[i])
+            call(seen, batches[i]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert model.started == seen.started == 1
+            assert torch.allclose(model.mean, seen.mean, rtol=1e-12)
+            assert trainer.evaluate(batches[5])["loss"].item() == pytest.approx(call(seen, batches[5]).item(), rel=1e-9)
+    with pytest.raises(CaptureError, match=r"test_ways.py:\d+: the model branches on 'started', which it changes"):
+        trainer_of(Started().double(), accumulation=3)
+    with trainer_of(model, accumulation=3) as trainer:  # it has been started
+        assert trainer.step(of(0)).isfinite()
+
+
 class Deep(nn.Module):
     """Two ways, in both halves."""
 
@@ -199,7 +248,7 @@ def test_ranks_that_take_different_ways() -> None:
 def test_micro_batches_that_take_different_ways() -> None:
     two = {n: torch.cat([of(0)[n], of(1, True)[n]]) for n in "xy"}
     with pytest.raises(InterlaceError, match=r"test_ways.py:\d+: the model reads a tensor's value"):
-        train(Net, [two], accumulation=2)
+        train(Net, [two], accumulation=3)
 
 
 def test_sizes_that_the_batch_decides() -> None:

@@ -5,7 +5,7 @@ Their values are known while the model is traced, so reading them (`if`, .item()
 models ask in this way whether default position ids are those of one sequence. Nothing is computed until somebody
 reads; then the recipe is run, for symbolic sizes at two sets of example sizes, which must agree.
 
-Recipes of what depends on the inputs too, and on nothing else, are kept beside them: see ways.py.
+Recipes of what depends on the inputs and small buffers too, and on nothing else, are kept beside them: see ways.py.
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ class Constants:
         return id(t) in self._recipes and id(t) not in self._of_inputs
 
     def recipe(self, t: Tensor) -> tuple[OpOverload | None, tuple, dict, int]:
-        """Operator, arguments and the number of the result; no operator for a value (the argument) or an input (its number under "input").
-        Raises NotConstant."""
+        """Operator, arguments and the number of the result; no operator for a value (the argument), an input (its number under "input") or
+        a buffer (its name under "buffer"). Raises NotConstant."""
         if id(t) not in self._recipes:
             raise NotConstant
         return self._recipes[id(t)]
 
     def set_input(self, fake: Tensor, number: int) -> None:
         self._add(fake, (None, (), {"input": number}, 0), True)
+
+    def set_buffer(self, fake: Tensor, name: str) -> None:
+        self._add(fake, (None, (), {"buffer": name}, 0), True)
 
     def set_value(self, fake: Tensor, real: Tensor) -> None:
         self._add(fake, (None, (real,), {}, 0), False)

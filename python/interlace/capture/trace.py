@@ -44,12 +44,13 @@ from interlace.capture.tracing import (
     without_log,
 )
 from interlace.capture.watch import Change
-from interlace.capture.ways import Ways
+from interlace.capture.ways import Ways, buffer_of
 from interlace.capture.writes import refuse_writes
 from interlace.errors import CaptureError, InterlaceError
 from interlace.version import __version__
 
 Tensor = torch.Tensor
+_READ = 1 << 12  # elements of a buffer that Python may read before every step
 _MAX_CONST = 64  # elements; a bigger tensor met on the way becomes a plain buffer instead of numbers in the text
 
 
@@ -100,6 +101,10 @@ class Trace:
             t.fake = make_fake(t)
         self.ids[id(t)] = self.recorder.next_value
         self._decls[id(t)] = self.recorder.declare(t.fake)
+        with contextlib.suppress(AttributeError):  # in a list of the model's, say
+            if t.kind != "param" and not t.real.is_meta and t.real.numel() <= _READ and buffer_of(self.model, t.name) is t.real:
+                self.constants.set_buffer(t.fake, t.name)
+                self.ways.buffers[t.name] = t.real
 
     def _inputs(self, batch: Any) -> Any:
         """The batch with fakes in place of its tensors."""

@@ -1,22 +1,26 @@
-"""What Python reads of the example batch while the model is traced, `if labels.max() >= 32:` say: the way that the model takes.
+"""What Python reads of the example batch and of small buffers while the model is traced, `if labels.max() >= 32:` say, or
+`if self.initialized == 0:`: the way that the model takes.
 
-The step is captured for what was read, and its text says so in a line `meta ways`: how it is computed from the inputs alone, and what it was.
+The step is captured for what was read, and its text says so in a line `meta ways`: how it is computed from the inputs and buffers alone, and
+what it was.
 
     [{"at": "net.py:12", "is": false, "ops": [["input", 1], ["aten.max", [{"v": 0}], {}, 0], ["aten.ge.Scalar", [{"v": 1}, 32], {}, 0]]}]
 
 Sizes that depend on the batch, of `labels[labels >= 0]` say, are read too: the last operator has none in place of the number of its result.
-Before each step it is computed for the batch that comes; where that takes another way, the step is captured again with it (train/follow.py),
-and a model that raises there raises. Only truth values and whole numbers are read: others would hardly ever come again. What depends
-on parameters, buffers or random numbers is no way.
+Before each step it is computed for the batch that comes and the buffers as they are; where that takes another way, the step is captured
+again with it (train/follow.py), and a model that raises there raises. Only truth values and whole numbers are read, of buffers truth values:
+others would hardly ever come again. What depends on parameters, on what a buffer holds once it was written, or on random numbers is no way.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
@@ -34,6 +38,7 @@ class Ways:
 
     def __init__(self, constants: Constants, batch: Sequence[Tensor] | None, undecided: Collection[str]) -> None:
         self.constants, self.batch, self.undecided = constants, batch, undecided
+        self.buffers: dict[str, Tensor] = {}  # that may be read, with what they hold
         self.read: list[Way] = []
 
     def number(self, t: Tensor, place: str) -> Any:
@@ -42,6 +47,8 @@ class Ways:
             raise NotConstant
         ops: list[Any] = []
         self._write(t, ops, {})
+        if t.dtype != torch.bool and any(op[0] == "buffer" for op in ops):
+            raise NotConstant
         return self._note(ops, place)["is"]
 
     def results(self, func: OpOverload, args: tuple, kwargs: dict, place: str) -> list[Tensor]:
@@ -50,13 +57,13 @@ class Ways:
         self._operator(func, args, kwargs, None, ops, {})
         self._note(ops, place)
         with no_dispatch():
-            return _computed(ops, self.batch or ())
+            return _computed(ops, self.batch or (), self.buffers.__getitem__)
 
     def _note(self, ops: list[Any], place: str) -> Way:
         if self.batch is None or any(x.is_meta for x in self.batch) or place in self.undecided:
             raise NotConstant
         with no_dispatch(), torch.no_grad():
-            way = {"at": place, "is": value_of(ops, self.batch), "ops": ops}
+            way = {"at": place, "is": value_of(ops, self.batch, self.buffers.__getitem__), "ops": ops}
         if way not in self.read:
             self.read.append(way)
         return way
@@ -69,7 +76,7 @@ class Ways:
         if func is not None:
             self._operator(func, args, kwargs, index, ops, known)
         elif kwargs:
-            ops.append(["input", kwargs["input"]])
+            ops.append(list(*kwargs.items()))
         elif args[0].numel() > _MAX_CONST or args[0].is_complex():
             raise NotConstant
         else:
@@ -101,13 +108,24 @@ def _dtype(x: Tensor | torch.dtype) -> str:
     return str(x.dtype if isinstance(x, Tensor) else x).removeprefix("torch.")
 
 
-def value_of(ops: list[Any], inputs: Sequence[Tensor]) -> Any:
-    """What is read, for other inputs: a number, or the sizes of results."""
-    results = _computed(ops, inputs)
+def buffer_of(model: nn.Module, name: str) -> Any:
+    """A buffer or tensor attribute of a model or of a module in it."""
+    path, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(path), last)
+
+
+def buffers_in(ways: list[Way]) -> set[str]:
+    """The names of the buffers that are read."""
+    return {op[1] for way in ways for op in way["ops"] if op[0] == "buffer"}
+
+
+def value_of(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> Any:
+    """What is read, for other inputs and buffers: a number, or the sizes of results."""
+    results = _computed(ops, inputs, buffer)
     return [list(r.shape) for r in results] if ops[-1][-1] is None else results[0].item()
 
 
-def _computed(ops: list[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _computed(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> list[Tensor]:
     """The result of the last operator, or all of them, on the CPU."""
     flat: list[Tensor] = []
     made: list[Tensor] = []
@@ -120,6 +138,8 @@ def _computed(ops: list[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
     for name, *rest in ops:
         if name == "input":
             made.append(inputs[rest[0]].detach().cpu())
+        elif name == "buffer":
+            made.append(buffer(rest[0]).detach().cpu())
         elif name == "const":
             dtype, size, data = getattr(torch, rest[0]), rest[1], rest[2]
             made.append(torch.empty(size, dtype=dtype) if data is None else torch.tensor(data, dtype=dtype).reshape(size))
@@ -139,10 +159,11 @@ def ways_of(program: Any) -> list[Way]:
     return json.loads(program.meta().get("ways", "[]"))
 
 
-def other_way(ways: list[Way], micro_batches: Sequence[Sequence[Tensor]]) -> tuple[int, list[Any]] | None:
-    """The first of the ways that these inputs do not take, and what is read there in each micro-batch; None: they take them all."""
+def other_way(ways: list[Way], micro_batches: Sequence[Sequence[Tensor]], model: nn.Module) -> tuple[int, list[Any]] | None:
+    """The first of the ways that these inputs, with the model's buffers as they are, do not take, and what is read there in each micro-batch;
+    None: they take them all."""
     for i, way in enumerate(ways):
-        values = [value_of(way["ops"], inputs) for inputs in micro_batches]
+        values = [value_of(way["ops"], inputs, functools.partial(buffer_of, model)) for inputs in micro_batches]
         if any(v != way["is"] for v in values):
             return i, values
     return None

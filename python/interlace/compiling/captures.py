@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,13 @@ from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
 from interlace.capture.watch import Watch
-from interlace.capture.ways import other_way
+from interlace.capture.ways import buffers_in, other_way
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import changed, reads_of
 from interlace.compiling.fingerprint import Fingerprint, Unsure
 from interlace.compiling.programs import ProgramError, Programs
 from interlace.config.forms import first_loss_scale
+from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
 log = logging.getLogger("interlace")
@@ -87,7 +89,7 @@ class Captures:
             key, drops, holders = self._key(micro_batch)
             while (found := cache.get("capture", key)) is not None:
                 record, constants = found
-                other = other_way(record["ways"], [InputSpec.of(micro_batch).flatten(micro_batch)])
+                other = other_way(record["ways"], [InputSpec.of(micro_batch).flatten(micro_batch)], self.model)
                 if other is not None and key is not None:  # what was captured for this way
                     key = key_of(key, repr(other))
                     continue
@@ -116,8 +118,21 @@ class Captures:
             casts=casts, watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
             trained=self.trained, grows=self.grows,
         )  # fmt: skip
+        self._refuse_turns(captured)
         own = {t.name for t in collect(self.model)}.difference(captured.grown)
         return captured, *_by_content(captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own})
+
+    def _refuse_turns(self, captured: Captured) -> None:
+        """Error: the model changes a buffer that it branches on, between the micro-batches of one step."""
+        read = buffers_in(captured.ways) if self.config.accumulation > 1 else set()
+        written = set(re.findall(r"^  assign\(%(\d+)", captured.text, re.M)) if read else set()
+        read &= {name for number, name in re.findall(r'^buffer %(\d+): \S+ "([^"]*)"', captured.text, re.M) if number in written}
+        if read:
+            at = next(way["at"] for way in captured.ways if buffers_in([way]) & read)
+            raise CaptureError(
+                f"{at}: the model branches on '{min(read)}', which it changes, so micro-batches of one step would take "
+                "different ways; where only a first run is another one, run the model once before compiling it, else pass accumulation=1"
+            )
 
     def traced(self, micro_batch: Any) -> tuple[str, list[OpaqueCall]]:
         """What a trace finds, whatever was found before."""

@@ -89,7 +89,7 @@ class Evaluation:
             if isinstance(made, str):
                 return made
             kept.append(made)
-            other = other_way(made.ways, inputs)
+            other = other_way(made.ways, inputs, self.run.model)
             places = {at for at in run.peers.exchange("ways of evaluation", "" if other is None else made.ways[other[0]]["at"]) if at}
             if len(kept) > MANY_WAYS:
                 places |= {way["at"] for way in made.ways}
@@ -103,7 +103,7 @@ class Evaluation:
 
     def _fitting(self, kept: list[_Ready], inputs: list[list[Tensor]]) -> _Ready | None:
         """The first that was made for the ways that this batch takes, on all ranks. Every rank must call it."""
-        mine = [int(other_way(ready.ways, inputs) is not None) for ready in kept]
+        mine = [int(other_way(ready.ways, inputs, self.run.model) is not None) for ready in kept]
         if any(ready.ways for ready in kept):
             mine = self.run.peers.groups.largest(mine)
         return next((ready for ready, other in zip(kept, mine, strict=True) if not other), None)

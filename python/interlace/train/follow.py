@@ -33,7 +33,7 @@ from interlace.capture.opaque import LOSS, TAIL
 from interlace.capture.reach import MISSING
 from interlace.capture.unread import moved, unread
 from interlace.capture.watch import Change, Watch, buffer_name, describe
-from interlace.capture.ways import Way, other_way, ways_of
+from interlace.capture.ways import Way, buffers_in, other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, ProgramError, Source
@@ -249,7 +249,7 @@ class Follow:
         where it raises on that way."""
         run = self.run
         while ways := self._ways():
-            other = other_way(ways, inputs)
+            other = other_way(ways, inputs, self.captures.model)
             if run.peers.groups.largest([int(other is not None)]) == [0]:
                 return
             mine = [None, "", []] if other is None else [other[0], ways[other[0]]["at"], other[1]]
@@ -258,7 +258,8 @@ class Follow:
             one = all(theirs == everyone[0] for theirs in everyone) and len({repr(v) for v in everyone[0][2]}) == 1
             if one and self._turns[places[0]] < (KEPT if type(everyone[0][2][0]) is bool else NUMBERS):
                 at, value = everyone[0][0], everyone[0][2][0]
-                why = f"{places[0]} reads {value} of the batch, and read {ways[at]['is']} when compiled"
+                of = "now" if buffers_in([ways[at]]) else "of the batch"
+                why = f"{places[0]} reads {value} {of}, and read {ways[at]['is']} when compiled"
                 self._again(why, self._key(self.watch), batch, set(), [*ways[:at], {**ways[at], "is": value}], places[0])
                 continue
             if self.captures.undecided.issuperset(places):
