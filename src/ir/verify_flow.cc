@@ -2,6 +2,7 @@
 // what is in flight where a phase begins (the last phase hands on to the first of the next step), the second lap
 // reports. What a phase saves may be in flight, too, and is then waited for by who loads it; a message on its way out
 // is saved with what it sends, so that this lasts as long.
+#include <algorithm>
 #include <map>
 #include <set>
 

@@ -215,8 +215,8 @@ def test_places_reused_before_a_transfer_is_over_are_reported(what: str) -> None
     for seed in range(20):
         try:
             results = ranks.run(faulty, 2, what, f"starve:{seed}")
-        except AssertionError as e:  # what is overwritten may be labels, which then name no class
-            assert "out of bounds" in str(e), e
+        except AssertionError as e:  # what is overwritten may be labels, which then name no class, or one rank's norm: it stops alone
+            assert "out of bounds" in str(e) or "closed its trainer while others went on" in str(e), e
             return
         assert all(any("overwrites without a wait" in line for line in reports) for _, reports in results)
         if not all(got is not None and same(got, right[rank]) for rank, (got, _) in enumerate(results)):
