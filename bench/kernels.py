@@ -3,6 +3,7 @@ the same model.
 
 python bench/kernels.py                      # the Llama that peers.py trains
 python bench/kernels.py --model gpt2 --top 8 --json out/kernels.json
+python bench/kernels.py --kept               # also what regions take that make nothing again for the backward part
 
 Steps are timed in turn; then some of each side are recorded, ours by the executor, theirs by torch's profiler (self time of each
 kernel). `between kernels` is what the steps of the same recording took beyond their kernels: dispatch, autograd, guards, Python.
@@ -11,6 +12,7 @@ kernel). `between kernels` is what the steps of the same recording took beyond t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -50,7 +52,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in low for word in words)), REST)
 
 
-def sides(case: dict) -> tuple[dict[str, Callable[[], object]], dict[str, interlace.Trainer]]:
+def sides(case: dict, kept: bool = False) -> tuple[dict[str, Callable[[], object]], dict[str, interlace.Trainer]]:
     batch = image_batch(case) if case.get("family") == "vit" else token_batch(case)
 
     def by_torch(compiled: bool) -> Callable[[], object]:
@@ -65,12 +67,17 @@ def sides(case: dict) -> tuple[dict[str, Callable[[], object]], dict[str, interl
 
         return step
 
-    def by_us(regions: str) -> interlace.Trainer:
+    def by_us(regions: str, fuse: str = "fuse") -> interlace.Trainer:
         model = causal_model(case)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        return interlace.compile(model, optimizer, causal_loss, batch, interlace.Config(regions=regions, regions_wait=True))
+        config = interlace.Config(regions=regions, regions_wait=True)
+        if fuse != "fuse":
+            config = dataclasses.replace(config, passes=config.pipeline(1).replace("fuse,", f"{fuse},"))
+        return interlace.compile(model, optimizer, causal_loss, batch, config)
 
     trainers = {"interlace": by_us("off"), "regions": by_us("on")}
+    if kept:
+        trainers["kept"] = by_us("on", "fuse(recompute=false)")
     ours = {name: lambda trainer=trainer: trainer.step(batch) for name, trainer in trainers.items()}
     return {"torch.compile": by_torch(True), "eager": by_torch(False), **ours}, trainers
 
@@ -108,10 +115,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="paired rounds of the step times")
     parser.add_argument("--steps", type=int, default=4, help="recorded steps of each side")
     parser.add_argument("--top", type=int, default=0, help="also list so many kernels of each side")
+    parser.add_argument("--kept", action="store_true", help="also regions that keep for backward all that was kept: fuse(recompute=false)")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    steps, trainers = sides(CASES[args.model])
+    steps, trainers = sides(CASES[args.model], args.kept)
     times = paired(steps, args.rounds, warmup=3)
     found = {
         name: kernels_of_ours(trainers[name], step, args.steps) if name in trainers else kernels_of_torch(step, args.steps)
@@ -137,6 +145,7 @@ def main() -> None:
     print(
         f"{REST}: {rest['regions'] / rest['torch.compile']:.3f} x torch.compile's, {rest['regions'] / rest['interlace']:.3f} x without"
     )
+    print("activations at the peak, MB: " + ", ".join(f"{n} {t.summary()['activation_peak_bytes'] / 1e6:.1f}" for n, t in [*trainers.items()][:2]))
     for side, kernels in found.items() if args.top else ():
         print(f"\n{side}")
         for name, ms in sorted(kernels.items(), key=lambda item: -item[1])[: args.top]:
