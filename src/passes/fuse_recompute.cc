@@ -108,12 +108,13 @@ class Chooser {
         if (id == kNone) continue;
         const bool written = made_[id] || kept_[id];
         for (int32_t operand : operands) nodes[operand].next.push_back(static_cast<int32_t>(nodes.size()));
-        const bool free = written && IsKept(id) && read.contains(id);
-        add(id, {CostOf(id, written, free), {}, written || !MayMakeAgain(op), is_wanted(id)});
+        const int64_t cost = CostOf(id, written, written && read.contains(id));
+        add(id, {cost, {}, written || !MayMakeAgain(op), is_wanted(id)});
       }
     }
     const std::vector<CutSide> sides = MinCut(nodes);
-    for (size_t i = 0; i < nodes.size(); ++i) again_[root_of[i]] = sides[i] == CutSide::kSink;
+    for (size_t i = 0; i < nodes.size(); ++i)
+      if (sides[i] == CutSide::kSink) again_[root_of[i]] = 1;
   }
 
   // Backward ops read values of their own level, which stand in front of the first of them.
@@ -122,7 +123,7 @@ class Chooser {
     for (int32_t i = 0; i < found_.count; ++i) {
       if (found_.kind[i] != Kind::kFuse || found_.At(i).part == Part::kForward) continue;
       ForEachOperand(edit.op(i), [&](ValueId& id) {
-        if (again_[RootOf(id)] && !readers_[RootOf(id)].empty()) id = Again(id, i, edit);
+        if (again_[RootOf(id)]) id = Again(id, i, edit);
       });
     }
     edit.Finish();
@@ -134,37 +135,29 @@ class Chooser {
     if (const auto made = made_again_.find(key); made != made_again_.end()) return made->second;
     const Value value = std::as_const(program_).value(id);
     const Op& first = found_.At(found_.facts.def[value.root]);
-    std::vector<std::pair<ValueId, ValueId>> operands;
-    if (value.root != id) {
-      operands.emplace_back(value.root, Again(value.root, reader, edit));
+    const bool is_view = value.root != id;
+    std::unordered_map<ValueId, ValueId> now;
+    const auto make = [&](ValueId operand) {
+      if (again_[RootOf(operand)]) now.emplace(operand, Again(operand, reader, edit));
+    };
+    if (is_view) {
+      make(value.root);
     } else {
-      ForEachOperand(first, [&](ValueId operand) {
-        if (again_[RootOf(operand)]) operands.emplace_back(operand, Again(operand, reader, edit));
-      });
+      ForEachOperand(first, make);
     }
-    ValueId made;
-    OpId made_by;
-    if (value.root != id) {
-      Op& op = AddLike(program_, first, OpKind::kView, {operands.front().second});
-      op.part = Part::kBackward;
-      made = program_.AddView(op, value.type, operands.front().second, value.offset);
-      made_by = op.id;
-    } else {
-      Op& op = AddLike(program_, first, first.name);
-      op.part = Part::kBackward;
+    Op& op =
+        is_view ? AddLike(program_, first, OpKind::kView, {now.at(value.root)}) : AddLike(program_, first, first.name);
+    op.part = Part::kBackward;
+    if (!is_view) {
       op.args = first.args;
       op.named = first.named;
       ForEachOperand(op, [&](ValueId& operand) {
-        for (const auto& [old, now] : operands)
-          if (old == operand) {
-            operand = now;
-            break;
-          }
+        if (const auto found = now.find(operand); found != now.end()) operand = found->second;
       });
-      made = program_.AddResult(op, value.type);
-      made_by = op.id;
     }
-    edit.Before(reader, made_by);
+    const ValueId made = is_view ? program_.AddView(op, value.type, now.at(value.root), value.offset)
+                                 : program_.AddResult(op, value.type);
+    edit.Before(reader, op.id);
     return made_again_[key] = made;
   }
 
@@ -172,16 +165,13 @@ class Chooser {
   void RemoveUnread() {
     const PhaseFacts facts(program_, phase_);
     std::vector<char> read = facts.leaves;
-    read.resize(program_.num_values(), 0);
     std::vector<OpId> ops;
     for (size_t i = phase_.ops.size(); i-- > 0;) {
       const Op& op = std::as_const(program_).op(phase_.ops[i]);
-      const bool is_again =
-          op.part == Part::kForward && !op.results.empty() &&
-          std::all_of(op.results.begin(), op.results.end(), [&](ValueId id) {
-            return id != kNone && RootOf(id) < static_cast<ValueId>(again_.size()) && again_[RootOf(id)] && !read[id];
-          });
-      if (is_again) continue;
+      const auto is_again = [&](ValueId id) { return id != kNone && again_[RootOf(id)] && !read[id]; };
+      if (op.part == Part::kForward && !op.results.empty() &&
+          std::all_of(op.results.begin(), op.results.end(), is_again))
+        continue;
       ForEachOperand(op, [&](ValueId id) { read[id] = read[RootOf(id)] = 1; });
       ops.push_back(phase_.ops[i]);
     }
@@ -201,6 +191,9 @@ class Chooser {
 // A dropout's mask, zeros and ones in the dtype of what it masks, is read as bytes that are widened again, so that of
 // the two the bytes are kept: %2 = bernoulli(%1), %3: b8 = _to_copy(%2), %4: f32 = _to_copy(%3), and %4 is read for %2.
 bool NarrowMasks(Program& program, Phase& phase, const FuseOptions& options) {
+  if (std::none_of(phase.ops.begin(), phase.ops.end(),
+                   [&](OpId id) { return AtenName(std::as_const(program).op(id)) == "bernoulli"; }))
+    return false;
   const FuseRegions found(program, phase, options);
   PhaseEditor edit(program, phase);
   bool changed = false;
@@ -208,6 +201,7 @@ bool NarrowMasks(Program& program, Phase& phase, const FuseOptions& options) {
     const Op& draw = found.At(i);
     if (AtenName(draw) != "bernoulli" || draw.part != Part::kForward || draw.results.size() != 1) continue;
     const ValueId mask = draw.results.front();
+    if (DTypeBytes(std::as_const(program).value(mask).type.dtype) == 1) continue;
     const std::vector<int32_t>& uses = found.facts.uses[mask];
     if (found.facts.leaves[mask] || uses.empty() || found.region_of[uses.front()] < 0) continue;
     const auto fits = [&](int32_t use) {  // by the first one's region in the forward part, by others behind it
