@@ -3,6 +3,7 @@
 python bench/peers.py --ranks 2 --mbit 500                       # root: network namespaces shaped with tc
 python bench/peers.py --ranks 2                                  # loopback, unshaped
 python bench/peers.py --mbit 250 --accumulation 4 --only fsdp2,shard --rounds 5 --json out.json
+python bench/peers.py --only search-free-regions --before ../older    # and search-free of another checkout, built in its own .venv
 
 The processes of all methods stay alive and take turns, a block of steps each, so that what else the machine does falls on all of
 them; ratios are taken within a round. Beside them runs compute alone: every rank trains by itself, at the same time, without any
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import json
 import os
@@ -41,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2-20m": GPT2_MATMUL_BOUND,
 }
 BASELINE = "fsdp2"
+BEFORE = "@before"  # after the name of a method that another checkout runs
 WARM_UP_STEPS = 2
 BUILD_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 180.0
@@ -53,7 +56,10 @@ class CrewError(RuntimeError):
 class Crew:
     """One process per rank with some methods in it. `alone`: each process is a world of one, with its rank's data."""
 
-    def __init__(self, net: Network, name: str, settings: dict[str, Any], logs: Path, alone: bool = False) -> None:
+    def __init__(
+        self, net: Network, name: str, settings: dict[str, Any], logs: Path, alone: bool = False, tree: Path | None = None
+    ) -> None:
+        python, bench = (sys.executable, Path(__file__).parent) if tree is None else (str(tree / ".venv/bin/python"), tree / "bench")
         self.name, self.broken = name, ""
         self._workers: list[subprocess.Popen[str]] = []
         self._lines: list[queue.Queue[str | None]] = []
@@ -64,7 +70,7 @@ class Crew:
             if alone:
                 one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
                 env |= one | {"ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "PEERS_DATA_RANK": str(rank)}
-            argv = [sys.executable, str(Path(__file__).with_name("peer_worker.py")), json.dumps(settings)]
+            argv = [python, str(bench / "peer_worker.py"), json.dumps(settings)]
             with self._logs[rank].open("w") as log:
                 pipes: dict[str, Any] = {
                     "stdin": subprocess.PIPE,
@@ -162,6 +168,8 @@ class Bench:
         self.rows = {m.name: Row(m.name, m.kind, m.title, m.ours) for m in self.methods}
         self.crews: dict[str, Crew] = {}
         self.baseline = BASELINE if args.per_host == 1 else "fsdp2-hybrid"
+        if getattr(args, "before", None) is not None and self.baseline not in self.rows:
+            self.baseline = f"search-free{BEFORE}"
         self.parameter_bytes = 0
         self.goodput = 0.0
         self.interrupted = False
@@ -179,7 +187,8 @@ class Bench:
             if problem is not None:
                 self.rows[method.name].problem = problem
             elif method.crew not in self.crews:
-                self.crews[method.crew] = Crew(net, method.crew, settings, logs, alone=method.crew == "alone")
+                tree = self.args.before if method.crew == "before" else None
+                self.crews[method.crew] = Crew(net, method.crew, settings, logs, alone=method.crew == "alone", tree=tree)
         for name, crew in self.crews.items():
             progress.show(f"starting {name}")
             with contextlib.suppress(CrewError):  # reported by the methods of this crew
@@ -212,7 +221,8 @@ class Bench:
         crew = self.crews[method.crew]
         try:
             if what == "build":
-                answers = crew.ask({"do": "build", "method": method.name, "table": self.table}, BUILD_TIMEOUT_S)
+                message = {"do": "build", "method": method.name.removesuffix(BEFORE), "table": self.table}
+                answers = crew.ask(message, BUILD_TIMEOUT_S)
                 self.parameter_bytes = answers[0]["parameter_bytes"]
             else:
                 self._steps(crew, row, WARM_UP_STEPS if what == "warm up" else self.args.block, what != "warm up")
@@ -222,7 +232,7 @@ class Bench:
             progress.line(f"{method.title}: {row.problem}")
 
     def _steps(self, crew: Crew, row: Row, count: int, counted: bool) -> None:
-        message = {"do": "steps", "method": row.name, "first": len(row.losses), "count": count}
+        message = {"do": "steps", "method": row.name.removesuffix(BEFORE), "first": len(row.losses), "count": count}
         answers = crew.ask(message, STEP_TIMEOUT_S + (BUILD_TIMEOUT_S if not counted else 0))
         row.losses += [sum(a["losses"][i] for a in answers) / len(answers) for i in range(count)]
         if counted:
@@ -289,7 +299,7 @@ class Bench:
         rows = self.compared()
         baseline = next((r for r in rows if r.name == self.baseline), None)
         return {
-            "title": "peers", "settings": {k: v for k, v in vars(self.args).items() if k not in ("json", "logs", "markdown")},
+            "title": "peers", "settings": {k: v for k, v in vars(self.args).items() if k not in ("json", "logs", "markdown", "before")},
             "parameter_bytes": self.parameter_bytes, "duplex_goodput": self.goodput,
             "compute_ms": {r.name: quartiles(r.seconds)[1] * 1e3 for r in self._alone()}, "compute_s": self.compute_s(),
             "rows": [figures(row, self.facts(), baseline) | {"losses": row.losses} for row in rows] if self._alone() else [],
@@ -339,13 +349,20 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=_at_least(1), default=1, help="of each rank")
     parser.add_argument("--only", metavar="NAMES", help=f"some of {', '.join(METHODS)}")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="another checkout with its own .venv: its search-free, beside ours")
     parser.add_argument("--rounds", type=_at_least(1), default=7)
     parser.add_argument("--block", type=_at_least(1), default=2, help="steps of a method before the next has its turn")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--logs", help="a folder that keeps what every process printed")
     parser.add_argument("--json", metavar="FILE", help="add the figures to a list in this file")
     args = parser.parse_args()
-    bench = Bench(args, chosen(args.only, hybrid=args.per_host > 1))
+    methods = chosen(args.only, hybrid=args.per_host > 1)
+    if args.before is not None:
+        if not (args.before / ".venv/bin/python").exists():
+            raise SystemExit(f"error: --before: {args.before} has no .venv (run make build there)")
+        then = METHODS["search-free"]
+        methods.append(dataclasses.replace(then, name=then.name + BEFORE, title=f"{then.title}, before", crew="before"))
+    bench = Bench(args, methods)
     on_network(args, bench.run, args.per_host)
     good = bench.print()
     if args.json:

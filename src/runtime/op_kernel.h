@@ -43,6 +43,7 @@ struct RuntimeOptions {
   std::function<std::unique_ptr<DeviceGraph>()> make_graph;  // for devices of which torch's registry has none
   bool captured_here = false;   // the program is of a model, not of a file: its operators are not looked at as closely
   bool join_updates = true;     // adjacent optimizer steps are given to a device as one
+  bool own_attention = true;    // on CPUs, where that leaves something out (cpu_attention.h); false: torch's bits
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
   std::string tier;             // folder of the file tier, for what goes out of memory; empty: none
   double tier_bandwidth = 0;    // bytes per second at most, in each direction; 0: no such limit

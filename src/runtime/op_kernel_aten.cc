@@ -10,6 +10,7 @@
 
 #include "ir/op_table.h"
 #include "runtime/allocator.h"
+#include "runtime/cpu_attention.h"
 #include "runtime/kernels.h"
 #include "runtime/op_kernel.h"
 #include "runtime/op_schema.h"
@@ -368,6 +369,10 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
   if (own_backward)
     careful.dies_here = [](ValueId) { return false; };  // operands are read before the fallback may move them
   INTERLACE_ASSIGN(kernel->call, BindCall(careful, op));
+
+  if (const std::string_view own = OwnOperator(op.name); !own.empty() && context.options.own_attention && context.device.is_cpu()) {
+    kernel->call.op = c10::Dispatcher::singleton().findSchemaOrThrow(std::string(own).c_str(), "");
+  }
 
   const c10::FunctionSchema& schema = kernel->call.op->schema();
   kernel->list_result = schema.returns().size() == 1 && schema.returns()[0].type()->kind() == c10::TypeKind::ListType;

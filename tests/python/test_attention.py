@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from interlace._runtime import testing
+from runtime_support import language_loss, llama, tokens
+
+import interlace
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -30,9 +34,7 @@ def test_results_and_gradients_are_those_of_the_cpu(
     torch.testing.assert_close(ours, out, rtol=close, atol=close)
     torch.testing.assert_close(sums, logsumexp, rtol=close, atol=close)
     theirs = BACKWARD(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=mask, scale=scale)
-    for a, b in zip(
-        testing.attention_backward(grad, q, k, v, out, logsumexp, 0.0, causal, mask, scale), theirs, strict=True
-    ):
+    for a, b in zip(testing.attention_backward(grad, q, k, v, out, logsumexp, 0.0, causal, mask, scale), theirs, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         torch.testing.assert_close(a, b, rtol=10 * close, atol=10 * close)
 
@@ -60,3 +62,99 @@ def test_each_kernel_of_a_device_takes_the_sums_as_a_program_has_them(kernel: st
     close = 4e-2 if dtype == torch.bfloat16 else 1e-4
     for a, b in zip((ours, sums, *gradients), (out, logsumexp, *theirs), strict=True):
         torch.testing.assert_close(a.cpu().double(), b.double(), rtol=close, atol=close)
+
+
+def tiles(kind: str, b: int, h: int, rows: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor | None:
+    """Masks by what they hide: nothing, what comes later, the ends of rows, the beginnings, whole rows."""
+    later, least = torch.ones(rows, rows).triu(1).bool(), torch.finfo(dtype).min
+    if kind == "bias":
+        return torch.randn(b, h, rows, rows, generator=generator).to(dtype)
+    if kind == "padded":  # at the ends, the same for all rows
+        mask = torch.zeros(b, 1, 1, rows, dtype=dtype)
+        mask[..., 2 * rows // 3 :] = least
+        return mask.expand(b, 1, rows, rows)
+    if kind == "padded before":  # whose first rows see nothing
+        mask = torch.zeros(b, 1, rows, rows, dtype=dtype).masked_fill(later, least)
+        mask[0, :, :, : rows // 3] = least
+        return mask
+    if kind == "window":
+        return torch.zeros(rows, rows, dtype=dtype).masked_fill(later | later.T.tril(-rows // 4), -math.inf)
+    if kind == "a row of nothing":
+        mask = torch.zeros(rows, rows, dtype=dtype).masked_fill(later, -math.inf)
+        mask[rows // 2] = -math.inf
+        return mask
+    return None
+
+
+@pytest.mark.parametrize("kind", ["causal", "bias", "padded", "padded before", "window", "a row of nothing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "b, heads, shared, rows, width", [(2, 4, 1, 24, 16), (1, 4, 2, 130, 33), (1, 2, 2, 1100, 8), (3, 2, 1, 1, 8)]
+)
+def test_the_kernel_of_cpus_is_the_one_of_torch(
+    dtype: torch.dtype, kind: str, b: int, heads: int, shared: int, rows: int, width: int
+) -> None:
+    """Blocks that nobody looks at are left out; sizes that blocks, chunks and vectors do not divide, and several chunks."""
+    generator = torch.Generator().manual_seed(rows)
+    q, k, v, grad = (
+        torch.randn(b, rows, n, width, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for n in (heads, heads // shared, heads // shared, heads)
+    )
+    mask, causal = tiles(kind, b, heads, rows, dtype, generator), kind == "causal"
+    out, sums = FORWARD(q, k, v, 0.0, causal, attn_mask=mask)
+    ours = torch.ops.interlace.attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+    close = {torch.float32: 3e-6, torch.float64: 1e-13}[dtype]
+    theirs = BACKWARD(grad, q, k, v, out, sums, 0.0, causal, attn_mask=mask)
+    gradients = torch.ops.interlace.attention_for_cpu_backward(grad, q, k, v, *ours, 0.0, causal, attn_mask=mask)
+    within = (close, close, *[10 * close] * 3)
+    for a, wanted, close in zip((*ours, *gradients), (out, sums, *theirs), within, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+        torch.testing.assert_close(a, wanted, rtol=close, atol=close)
+
+
+def test_the_kernel_of_cpus_keeps_what_is_not_a_number_and_the_bits_of_any_threads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 700, 4, 32, generator=generator).transpose(1, 2) for _ in range(4))
+    forward, backward = torch.ops.interlace.attention_for_cpu, torch.ops.interlace.attention_for_cpu_backward
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out, sums = forward(q, k, v, 0.0, True)
+            found.append([out, sums, *backward(grad, q, k, v, out, sums, 0.0, True)])
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+    q[0, 0, 3, 2], k[1, 1, 5] = math.nan, math.nan
+    out, _ = forward(q, k, v, 0.0, True)
+    assert torch.equal(out.isnan(), FORWARD(q, k, v, 0.0, True)[0].isnan())
+    assert out[0, 0, 3].isnan().all() and not out[0, 0, 2].isnan().any()
+
+
+def test_a_training_uses_it_unless_torch_is_asked_for() -> None:
+    model, batch = llama(), tokens()
+
+    def trained(**settings: str) -> torch.Tensor:
+        own = copy.deepcopy(model)
+        config = interlace.Config(schedule=[], cache="off", **settings)
+        trainer = interlace.compile(own, torch.optim.SGD(own.parameters(), lr=0.1), language_loss, batch, config)
+        for _ in range(3):
+            trainer.step(batch)
+        return own.get_input_embeddings().weight.detach().clone()
+
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    for _ in range(3):
+        language_loss(eager, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torchs, ours = trained(attention="torch"), trained()
+    assert not torch.equal(ours, torchs)  # that torch's kernel has eager's bits: tests/python/test_runtime_models.py
+    for found in (torchs, ours):
+        torch.testing.assert_close(found, eager.get_input_embeddings().weight)
+
+
+def test_attention_is_one_of_two() -> None:
+    with pytest.raises(interlace.InterlaceError, match="attention must be one of 'auto', 'torch', not 'flash'"):
+        interlace.Config(attention="flash")

@@ -1,0 +1,32 @@
+// cpu_attention.h — fused attention on CPUs, with the arguments, results and layouts of torch's own operator
+// (_scaled_dot_product_flash_attention_for_cpu): query [batch, heads, rows, width], key and value [batch, heads or a
+// divisor of them, columns, width], an additive mask, logsumexp [batch, heads, rows] in the query's dtype. What no row
+// of a block looks at (above the diagonal, or masked) is not computed, where torch's kernel computes 512 columns at a
+// time: a causal step on 512 tokens has half the work. float32 and float64 whose width is contiguous; the rest,
+// dropout, and what has neither a mask nor a diagonal go to torch's kernel. Bits depend on the data alone, not on
+// threads.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace interlace {
+
+std::tuple<at::Tensor, at::Tensor> CpuAttention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                                double dropout_p, bool is_causal, const std::optional<at::Tensor>& mask,
+                                                std::optional<double> scale);
+// Gradients of query, key and value.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> CpuAttentionBackward(const at::Tensor& grad_out, const at::Tensor& query,
+                                                                    const at::Tensor& key, const at::Tensor& value,
+                                                                    const at::Tensor& out, const at::Tensor& logsumexp,
+                                                                    double dropout_p, bool is_causal,
+                                                                    const std::optional<at::Tensor>& mask,
+                                                                    std::optional<double> scale);
+
+// The operator of ours that stands for one of torch's on CPUs (the same schema); empty: torch's own.
+std::string_view OwnOperator(std::string_view aten_name);
+
+}  // namespace interlace
