@@ -78,7 +78,7 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
     static const std::vector<std::string_view> known = {
         "rng",  "seed",   "debug",          "skip_nonfinite", "trace_memory", "opaque",
         "tier", "arena",  "tier_bandwidth", "captured_here",  "regions",      "region_keys",
-        "say",  "cubins", "graph",          "device_graphs",  "join_updates", "own_attention"};
+        "say",  "cubins", "graph",          "device_graphs",  "join_updates", "own_kernels"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -93,7 +93,7 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   options.arena = Take<bool>(dict, "arena", true);
   options.trace_memory = Take<bool>(dict, "trace_memory", false);
   options.join_updates = Take<bool>(dict, "join_updates", true);
-  options.own_attention = Take<bool>(dict, "own_attention", true);
+  options.own_kernels = Take<bool>(dict, "own_kernels", true);
   options.captured_here = Take<bool>(dict, "captured_here", false);
   options.skip_nonfinite = Take<bool>(dict, "skip_nonfinite", false);
   options.tier = Take<std::string>(dict, "tier", "");

@@ -9,7 +9,6 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -335,28 +334,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> CpuAttentionBackward(const at::Te
                                    logsumexp);
   return cpu_attention::Backward(cpu_attention::Call<double>(query, key, value, is_causal, mask, scale), grad, out,
                                  logsumexp);
-}
-
-std::string_view OwnOperator(std::string_view aten_name) {
-  if (aten_name == "aten._scaled_dot_product_flash_attention_for_cpu") return "interlace::attention_for_cpu";
-  if (aten_name == "aten._scaled_dot_product_flash_attention_for_cpu_backward")
-    return "interlace::attention_for_cpu_backward";
-  return {};
-}
-
-TORCH_LIBRARY_FRAGMENT(interlace, m) {
-  m.def(
-      "attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout_p=0.0, bool is_causal=False, *, "
-      "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)");
-  m.def(
-      "attention_for_cpu_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-      "Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
-      "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
-}
-
-TORCH_LIBRARY_IMPL(interlace, CPU, m) {
-  m.impl("attention_for_cpu", &CpuAttention);
-  m.impl("attention_for_cpu_backward", &CpuAttentionBackward);
 }
 
 }  // namespace interlace

@@ -10,7 +10,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <string_view>
 #include <tuple>
 
 namespace interlace {
@@ -25,8 +24,5 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> CpuAttentionBackward(const at::Te
                                                                     double dropout_p, bool is_causal,
                                                                     const std::optional<at::Tensor>& mask,
                                                                     std::optional<double> scale);
-
-// The operator of ours that stands for one of torch's on CPUs (the same schema); empty: torch's own.
-std::string_view OwnOperator(std::string_view aten_name);
 
 }  // namespace interlace

@@ -36,14 +36,14 @@ class DeviceGraph;
 struct RuntimeOptions {
   bool keyed_random = true;  // false: torch's default generator in program order
   uint64_t seed = 0;
-  bool debug = false;           // examine every floating result; slow
-  bool trace_memory = false;    // remember the live bytes at every op of the last step
-  bool arena = true;            // one arena for what comes and goes in a step (arena.h); not in debug runs
+  bool debug = false;         // examine every floating result; slow
+  bool trace_memory = false;  // remember the live bytes at every op of the last step
+  bool arena = true;          // one arena for what comes and goes in a step (arena.h); not in debug runs
   DeviceGraphs device_graphs = DeviceGraphs::kOff;
   std::function<std::unique_ptr<DeviceGraph>()> make_graph;  // for devices of which torch's registry has none
   bool captured_here = false;   // the program is of a model, not of a file: its operators are not looked at as closely
   bool join_updates = true;     // adjacent optimizer steps are given to a device as one
-  bool own_attention = true;    // on CPUs, where that leaves something out (cpu_attention.h); false: torch's bits
+  bool own_kernels = true;      // on CPUs, where they are faster (own_operators.h); false: torch's, with its bits
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
   std::string tier;             // folder of the file tier, for what goes out of memory; empty: none
   double tier_bandwidth = 0;    // bytes per second at most, in each direction; 0: no such limit
@@ -171,8 +171,8 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);  // g
 // all_gather, reduce_scatter, all_to_all, broadcast, send, recv: starts
 Result<Kernel> BuildExchangeKernel(const BuildContext& context, const Op& op);
 Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op);  // norm.*, update.*
-// Of two adjacent ops of a plan: the first leaves its work to the second, if both are steps that a device can be given as
-// one. Whether it does.
+// Of two adjacent ops of a plan: the first leaves its work to the second, if both are steps that a device can be given
+// as one. Whether it does.
 bool JoinUpdates(KernelData* before, KernelData* after);
 Result<Kernel> BuildOwnKernel(const BuildContext& context,
                               const Op& op);  // view, assign, copy, output, grad.begin, ...

@@ -10,10 +10,10 @@
 
 #include "ir/op_table.h"
 #include "runtime/allocator.h"
-#include "runtime/cpu_attention.h"
 #include "runtime/kernels.h"
 #include "runtime/op_kernel.h"
 #include "runtime/op_schema.h"
+#include "runtime/own_operators.h"
 
 namespace interlace {
 
@@ -370,8 +370,8 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
     careful.dies_here = [](ValueId) { return false; };  // operands are read before the fallback may move them
   INTERLACE_ASSIGN(kernel->call, BindCall(careful, op));
 
-  if (const std::string_view own = OwnOperator(op.name); !own.empty() && context.options.own_attention && context.device.is_cpu()) {
-    kernel->call.op = c10::Dispatcher::singleton().findSchemaOrThrow(std::string(own).c_str(), "");
+  if (const char* own = OwnOperator(context, op)) {
+    kernel->call.op = c10::Dispatcher::singleton().findSchemaOrThrow(own, "");
   }
 
   const c10::FunctionSchema& schema = kernel->call.op->schema();

@@ -149,12 +149,12 @@ def test_a_training_uses_it_unless_torch_is_asked_for() -> None:
         language_loss(eager, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torchs, ours = trained(attention="torch"), trained()
+    torchs, ours = trained(kernels="torch"), trained()
     assert not torch.equal(ours, torchs)  # that torch's kernel has eager's bits: tests/python/test_runtime_models.py
     for found in (torchs, ours):
         torch.testing.assert_close(found, eager.get_input_embeddings().weight)
 
 
-def test_attention_is_one_of_two() -> None:
-    with pytest.raises(interlace.InterlaceError, match="attention must be one of 'auto', 'torch', not 'flash'"):
-        interlace.Config(attention="flash")
+def test_kernels_are_one_of_two() -> None:
+    with pytest.raises(interlace.InterlaceError, match="kernels must be one of 'auto', 'torch', not 'flash'"):
+        interlace.Config(kernels="flash")

@@ -27,7 +27,7 @@ CASES = {
 def test_loss_gradients_and_buffers_equal_eager_bit_by_bit(case: str, passes: str) -> None:
     make, batch, loss = CASES[case]
     model = make()
-    run = Run(model, batch, loss, passes, own_attention=False)
+    run = Run(model, batch, loss, passes, own_kernels=False)
     result = run.step(batch)["outputs"]
     eager = copy.deepcopy(model)
     expected = loss(eager, batch)
@@ -127,7 +127,7 @@ def test_gradient_bytes_reach_their_place_without_a_copy(case: str) -> None:
 
 def test_debug_describes_every_op_of_a_real_model() -> None:
     model, batch = llama(), tokens()
-    run = Run(model, batch, language_loss, "canonicalize", own_attention=False)
+    run = Run(model, batch, language_loss, "canonicalize", own_kernels=False)
     report = run.executor.debug_step([run.captured.input_spec.flatten(batch)], 0, stop_at="model.layers.0.mlp")
     assert report["first_nonfinite"] is None
     shown = {op["module"] for op in report["ops"]}

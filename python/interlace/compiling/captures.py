@@ -33,7 +33,7 @@ _LATER = frozenset(
     {
         "seed", "timeout_s", "debug", "passes", "memory_limit", "dump_ir", "skip_nonfinite", "deterministic", "weights", "schedule",
         "profile", "cluster", "cache", "arena", "strategy", "mesh", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
-        "tier", "tier_bandwidth", "tensor", "sequence_parallel", "trust_program", "verify_steps", "device_graphs", "attention",
+        "tier", "tier_bandwidth", "tensor", "sequence_parallel", "trust_program", "verify_steps", "device_graphs", "kernels",
     }
 )  # fmt: skip
 

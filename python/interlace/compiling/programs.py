@@ -197,7 +197,7 @@ class Programs:
             "skip_nonfinite": True, "captured_here": True,
             "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
             "device_graphs": {"auto": "auto", True: "on", False: "off"}[self.config.device_graphs],
-            "own_attention": self.config.attention == "auto",
+            "own_kernels": self.config.kernels == "auto",
         }  # fmt: skip
         if self.peers.device.type == "cuda":
             options["graph"] = torch.cuda.CUDAGraph

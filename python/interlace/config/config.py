@@ -104,8 +104,9 @@ class Config:
     device_graphs    accelerators: micro-batches of a program that has settled are captured once and then given to the device whole, which
                      costs the host no time an op: "auto" where that can be (stats()["graphs"] says why not; on several CUDA devices
                      it was never tried, and is not), True (an error where it cannot), False. With the bits of ops that are given one by one
-    attention        on CPUs, in float32 and float64: "auto", causal and masked attention by a kernel of our own, which computes no block
-                     of scores that no row looks at (half the work below a diagonal); "torch", PyTorch's kernel with its bits
+    kernels          on CPUs: "auto", the fastest that is known: causal and masked attention by one of our own, which computes no block of
+                     scores that no row looks at (half the work below a diagonal), and on AMD's processors with AVX-512 large products in
+                     float32 by oneDNN, not MKL; "torch", PyTorch's own, with its bits
     regions          CPUs and CUDA: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the
                      cache (docs/regions.md): "on", "exact" (CPUs: only those with the bits of their ops, compared when they are made),
                      "off"; "auto": on for CUDA devices that kernels can be made for, but not with debug or deterministic, off on CPUs
@@ -157,7 +158,7 @@ class Config:
     tier_bandwidth: int | str | None = None
     arena: bool = True
     device_graphs: bool | str = "auto"
-    attention: str = "auto"
+    kernels: str = "auto"
     regions: str = "auto"
     regions_wait: bool = False
     dump_ir: str | None = None
@@ -189,7 +190,7 @@ class Config:
         self._of_stages("accumulate_mode", ACCUMULATE_MODES)
         self._one_of("mode", ("compiled", "eager"))
         self._one_of("rng", ("keyed", "compat"))
-        self._one_of("attention", ("auto", "torch"))
+        self._one_of("kernels", ("auto", "torch"))
         self._one_of("regions", ("auto", "off", "on", "exact"))
         self._one_of("stage_order", STAGE_ORDERS)
         self._whole("accumulation", 1)
