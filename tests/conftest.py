@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("INTERLACE_CACHE", "off")  # the tests of the cache name folders of their own
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "python"))
+import ranks  # noqa: E402  who runs tests side by side makes the folder, its workers have it from the environment
+
+os.environ.setdefault("INTERLACE_CACHE", ranks.CACHE)  # what is not about captures has them once; the tests of the cache name their own
 DEVICE = os.environ.get("INTERLACE_DEVICE", "cpu")
 SOFT = DEVICE == "soft"
 if SOFT:  # before torch is imported, here and in every process that a test starts

@@ -9,6 +9,7 @@ What tests how a process starts, or is started by torchrun, starts a fresh inter
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import runpy
 import signal
@@ -29,6 +30,7 @@ PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 def _serve(words: list[str], cwd: str, env: dict[str, str], session: bool, outputs: list[Connection]) -> None:
     from interlace.cli import main
 
+    gc.freeze()  # as ranks do
     if session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -56,6 +57,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before the fork lives as long: a collection looks at it for a fifth of a second
     on_device.install()
     torch.set_num_threads(1)
     group: int | None = None

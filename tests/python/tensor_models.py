@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -144,8 +145,9 @@ def on_mesh(name: str, count: int, dtype: torch.dtype = torch.float64, **config:
         return losses, dict(trainer.state_dict(all_ranks=True))
 
 
+@functools.cache
 def in_one_process(name: str, count: int, places: int, clip: float | None, accumulation: int) -> parity.Run:
-    """Plain PyTorch on the batches of so many data ranks, one after the other."""
+    """Plain PyTorch on the batches of so many data ranks, one after the other; once in a process of the pool."""
     model = build(name)
     optimizer = parity.make_optimizer("adamw", model)
     losses = []

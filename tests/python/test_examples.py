@@ -136,7 +136,7 @@ def test_lora_trains_and_saves_an_adapter(tmp_path, language_model, text, ranks)
 
     out = tmp_path / "adapter"
     options = ["--model", language_model, "--text", text, "--out", out, "--seq", "16", "--steps", "40"]
-    losses = numbers("loss", run([EXAMPLES / "lora.py", *options], tmp_path, ranks))
+    losses = numbers("loss", forked([EXAMPLES / "lora.py", *options], tmp_path, ranks))
     assert losses[-1] < losses[0]
     base = AutoModelForCausalLM.from_pretrained(language_model)
     adapted = PeftModel.from_pretrained(base, out)
@@ -161,7 +161,7 @@ def test_a_new_pass_changes_the_prediction_and_no_bit(tmp_path):
     before, after = (float(ms) for ms in re.findall(r"([0-9.]+) ms", said))
     assert after < before, said
     assert "1 swap" in said
-    plain = run([EXAMPLES / "new_pass.py", "--without"], tmp_path, ranks=2)
+    plain = forked([EXAMPLES / "new_pass.py", "--without"], tmp_path, ranks=2)
     assert numbers("loss", plain) == numbers("loss", said) and "0 swaps" in plain
 
 

@@ -22,6 +22,7 @@ from interlace.cost import Machine, Store, StoreError, tier
 from interlace.cost.measure import StepTimes
 from interlace.cost.measurements import CollectiveTime, OpTime, Profile, from_rows
 from interlace.cost.rank import Keeper, measure
+from interlace.dist.launch import PARENT, free_port, rank_environment
 from interlace.dist.peers import Peers
 
 _core = pytest.importorskip("interlace._core")
@@ -214,13 +215,12 @@ def rows_of(file: Path, kind: str) -> dict[str, str]:
 def test_a_command_that_is_ended_goes_on_at_the_next_start(number: int, program: str, tmp_path: Path) -> None:
     store = tmp_path / "p.sqlite"
     options = ["--program", program, "--ranks", "1", "--threads", "1", "--store", str(store)]
-    words = [sys.executable, "-m", "interlace.cli", "profile", *options]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        while len(rows_of(store, "copy")) < 2:
-            assert process.poll() is None, process.stderr and process.stderr.read()
-            time.sleep(0.05)
-        os.killpg(process.pid, number)  # as Ctrl-C does: to the command and to its ranks
-        _, err = process.communicate(timeout=60)
+    process = commands.Command("profile", *options, stdout=commands.DEVNULL, session=True)
+    while len(rows_of(store, "copy")) < 2:
+        assert process.returncode is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(number, group=True)  # as Ctrl-C does: to the command and to its ranks
+    _, err = process.communicate(timeout=60)
     if number == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in err, err
         assert err.endswith(
@@ -410,13 +410,11 @@ def test_ranks_that_a_launcher_started_measure_for_later_starts(tmp_path: Path) 
     assert facts["program_ops"] == facts["program_ops_known"] > 30 and facts["measured_now"] > 60
     again, _ = profiled(*options[:-3], *options[-2:], "--ranks", "2")
     assert again["measured_now"] == 0
-    refused = subprocess.run(
-        [*torchrun, "-m", "interlace.cli", "profile", *options, "--ranks", "3"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert refused.returncode != 0 and "--ranks 3, but the launcher started 2" in refused.stderr
+    port = free_port()
+    places = [{**os.environ, **rank_environment(rank, 2, port, 1), PARENT: ""} for rank in range(2)]  # as another launcher would
+    for refused in [commands.Command("profile", *options, "--ranks", "3", env=place) for place in places]:
+        _, err = refused.communicate()
+        assert refused.returncode != 0 and "--ranks 3, but the launcher started 2" in err, err
 
 
 def test_a_collective_takes_until_the_last_rank_has_it() -> None:

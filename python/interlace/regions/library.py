@@ -30,6 +30,7 @@ from interlace.regions.lower import TESTED, LoweringError, settings, source_of
 from interlace.version import __version__
 
 PARTS = 2  # of a library, made at once
+FEW = 40  # ops of regions that are one part: their headers are read once
 COMPILE_LIMIT_S = 300.0  # of the C++ compiler, and of waiting for another process
 MODES = ("off", "on", "exact")
 
@@ -140,8 +141,8 @@ class Wanted:
                     made = list(pool.map(work, parts, [Path(scratch) / f"part{i}" for i in range(len(parts))]))
             except BrokenProcessPool:
                 raise RegionsError("a process that makes or compares them has ended: a region crashes, or there is no memory left") from None
-            library = _compile([object for _, object in made], Path(scratch), self.threads, limit_s)
-            return {key: entry for noted, _ in made for key, entry in noted.items()}, library.read_bytes()
+            library = made[0][2] if len(made) == 1 else _compile([object for _, object, _ in made], Path(scratch), self.threads, limit_s)
+            return {key: entry for noted, _, _ in made for key, entry in noted.items()}, library.read_bytes()
 
 
 def _choose_instructions() -> None:
@@ -155,14 +156,15 @@ def _choose_instructions() -> None:
 
 def _shared_out(funcs: list[Func]) -> list[list[Func]]:
     """The parts, of about as many ops each: the same on every machine."""
-    parts: list[list[Func]] = [[] for _ in range(min(PARTS, len(funcs)))]
+    few = sum(len(func["ops"]) for func in funcs) <= FEW
+    parts: list[list[Func]] = [[] for _ in range(1 if few else min(PARTS, len(funcs)))]
     for func in sorted(funcs, key=lambda func: (-len(func["ops"]), func["key"])):
         min(parts, key=lambda part: sum(len(f["ops"]) for f in part)).append(func)
     return parts
 
 
-def _make_part(funcs: list[Func], folder: Path, threads: int, limit_s: float) -> tuple[dict[str, Any], Path]:
-    """What is noted of these regions, and their object file."""
+def _make_part(funcs: list[Func], folder: Path, threads: int, limit_s: float) -> tuple[dict[str, Any], Path, Path]:
+    """What is noted of these regions, their object file and the library of it."""
     folder.mkdir()
     texts, noted = ["#include <torch/csrc/inductor/cpp_prefix.h>"], {}
     for func in funcs:
@@ -173,11 +175,12 @@ def _make_part(funcs: list[Func], folder: Path, threads: int, limit_s: float) ->
             entry["why"] = str(e)[:300]
     (source := folder / "regions.cpp").write_text("\n".join(texts))
     object = _compile([source], folder, threads, limit_s)
-    library = ctypes.CDLL(str(_compile([object], folder, threads, limit_s)))
+    alone = _compile([object], folder, threads, limit_s)
+    library = ctypes.CDLL(str(alone))
     for func in funcs:
         if not (entry := noted[func["key"][:16]])["why"]:
             entry["exact"], entry["why"] = compare(library, func)
-    return noted, object
+    return noted, object, alone
 
 
 def _compile(sources: list[Path], folder: Path, threads: int, limit_s: float) -> Path:
