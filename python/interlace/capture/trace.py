@@ -24,7 +24,8 @@ from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.loss import LossForm, outputs_of
 from interlace.capture.model_tensors import ModelTensor, device_type, in_memory_order, make_fake, swapped
-from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn
+from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn, tensor_leaves, told_call
+from interlace.capture.reads import Telling, Told, depends, numbers_in, reading
 from interlace.capture.real_run import Resized, resized
 from interlace.capture.recorder import Recorder
 from interlace.capture.sites import OUTSIDE, Sites, user_place
@@ -89,6 +90,7 @@ class Trace:
         self._moved: set[int] = set()  # ids of parameters whose places the model gave another one
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
         self.trained = trained
+        self.told: Telling | None = None
         self.unused: list[str] = []  # of `trained`, those without a gradient
         self.idle: list[str] = []  # others that have none
         self.first_result = 0  # the values before it are declared
@@ -180,10 +182,11 @@ class Trace:
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(known_values_are_no_trace(self.constants))
             self._opaque = OpaqueTrace(self.model, self.opaque_calls, rec, loss_fn)
-            stack.enter_context(followed_modules(self.sites, self._opaque))
+            stack.enter_context(followed_modules(self.sites, self.told or self._opaque))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # what is wrapped in torch.compile runs as it is
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
             stack.enter_context(without_log())
+            stack.enter_context(reading(rec.reads))
             stack.enter_context(without_assertions())
             stack.enter_context(without_backward(lambda: rec.part == "bwd"))
             stack.enter_context(without_branches())
@@ -291,9 +294,34 @@ class Trace:
             raise CaptureError("the loss depends on no trainable parameter")
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        self.outputs.update(outputs_of(self._result(loss_fn, batch)))
+        result = self._result(loss_fn, batch)
+        self.outputs.update(outputs_of(result, numbers=not self.recorder.reads.taken))
         if not self.outputs["loss"].requires_grad:
             raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
+        if self.told is not None:
+            self._tell(loss_fn, batch, self.told)
+
+    def _tell(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any, telling: Telling) -> None:
+        """Has the loss function's Python run in each step on what modules gave; tries it."""
+        rec, told, opened = self.recorder, Told(self.model, loss_fn), sorted(telling.opened)
+        used = telling.used({self.ids[id(t)] for t in self.tensors if t.kind == "param"})
+        params: dict[str, Any] = {f"model.{t.name}": t.fake for t in self.tensors if self.ids[id(t)] in used}
+        given = (telling.results, batch, self.outputs["loss"].detach(), opened)
+        begin = len(rec.lines)
+        with torch.no_grad():
+            numbers = list(numbers_in(told.again(telling.results, batch, opened)))
+        del rec.lines[begin:]
+        numbers += [] if self.model.training else [TOLD]  # what only evaluates keeps what gives an output
+        region = torch.get_autocast_dtype(rec.device) if self.casts.autocast else None
+        call = told_call(told, given, list(params), numbers, region, ", ".join(rec.reads.taken))
+        self.opaque_calls = {TOLD: [call]}
+        operands = [*(t for _, t in tensor_leaves(given)), *params.values()]
+        results = rec.call_python(TOLD, "forward", operands, [(m.dtype, m.size) for _, m in call.outputs], False)
+        self.outputs.update(zip(numbers, results, strict=True))
+
+    def was_written(self, t: ModelTensor) -> bool:
+        """Of buffers and other tensors."""
+        return id(t) in self._assigned or (t.kind != "param" and t.fake is not None and self.recorder.was_written(t.fake))
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""
@@ -335,12 +363,7 @@ class Trace:
             kind = type(e) if type(e) in (CalledOtherwise, LossForm, Resized) else CaptureError
             raise kind(f"{place}: {e}{self.module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
-            place = user_place(e.__traceback__) or what
-            raise CaptureError(
-                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a loop on a tensor)"
-                f"{self.module()}; a program cannot branch on data. Keep the value a tensor (torch.where, masks), or pass "
-                "fullgraph=False to run that module in Python"
-            ) from e
+            raise CaptureError(depends(user_place(e.__traceback__) or what, self.module())) from e
         except DynamicOutputShapeException as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(

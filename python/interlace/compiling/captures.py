@@ -107,7 +107,7 @@ class Captures:
             text = self._named(text, captured.opaque_calls)
             if captured.opaque_calls:
                 self.programs.learnt = (captured.opaque_calls, captured.sometimes)
-            cache.put("capture", key, {"text": text, "drops": drops, "ways": captured.ways}, constants)
+            cache.put("capture", None if captured.opaque_calls else key, {"text": text, "drops": drops, "ways": captured.ways}, constants)
         return text, constants
 
     def _captured(self, micro_batch: Any, watch: Watch) -> tuple[Captured, str, dict[str, Tensor]]:
