@@ -16,7 +16,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture import caches
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
-from interlace.capture.effects import as_after, drawing_line, generators, grows, kept_generators, refusal
+from interlace.capture.effects import as_after, begins, drawing_line, generators, grows, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.loss import LossForm
@@ -55,6 +55,7 @@ class Captured:
     seconds: float
     ways: list[Way]  # what Python has read of the example batch
     grown: list[str]  # buffers that have got another size
+    begun: list[str]  # places of None that a step puts tensors into
 
 
 def capture(
@@ -118,6 +119,7 @@ def capture(
         opaque=list(trace.opaque_calls), opaque_calls=opaque_calls,
         sometimes=only_in(opaque_calls, params, trace.recorder.lines) if opaque_calls else [],
         num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=trace.ways.read, grown=grown,
+        begun=[c.where for c in trace.begun],
     )  # fmt: skip
 
 
@@ -271,13 +273,22 @@ def _watched(
 
     values = [c for c in changes if c.kind == "value"]
     for many in (False, True) if any(grows(c) for c in values) else (False,):
-        _run_again(trace, again, loss_fn, batch, values, real, kept, many)
-    return _telling(trace, again, run) if trace.recorder.reads.taken else trace
+        try:
+            _run_again(trace, again, loss_fn, batch, values, real, kept, many)
+        except CaptureError:
+            trace.begun = [c for c in values if begins(c)] if trace.recorder.reads.allowed else []
+            if not trace.begun:
+                raise
+            _run_again(trace, again, loss_fn, batch, [c for c in values if c not in trace.begun], real, kept, many)
+    return _telling(trace, again, run) if trace.recorder.reads.taken or trace.begun else trace
 
 
 def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], Any]) -> Trace:
-    """The same trace with the op that hands on what is read. Error: what is computed depends on it, by its line; there can be no such op."""
+    """The same trace with the op that hands on what is read, and puts the tensors of states that begin with None into their places, where
+    the next step finds them. Error: what is computed depends on what is read, by its line; there can be no such op."""
     reads = trace.recorder.reads
+    for path in {c.owner for c in trace.begun if c.owner is not None}:
+        reads.open.update({"", *(path[:i] for i, x in enumerate(path) if x == "."), path})
 
     def traced(turn: int, places: Collection[str] | None = None, tells: bool = False) -> Trace:
         second = again()
@@ -297,9 +308,9 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
         lifted = [[t.real for t in one.tensors if t.name.startswith("captured.")] for one in (trace, second)]  # made by NumPy
         return second.body() == trace.body() and all(torch.equal(a, b) for a, b in zip(*lifted, strict=True))
 
-    place, why = next(iter(reads.taken)), ""
+    place, why = next(iter(reads.taken), ""), ""
     for turn in range(1, TURNS):
-        if not same(turn, reads.taken):
+        if reads.taken and not same(turn, reads.taken):
             place = next((at for at in reads.taken if not same(turn, {at})), place)
             break
     else:
@@ -308,10 +319,13 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
             closed = set(second.sites.paths.values()) - reads.open
             written = (t.name for t in second.tensors if second.was_written(t) and t.name.rpartition(".")[0] not in closed)
             if (name := next(written, None)) is None:
+                second.begun = trace.begun
                 return second
             why = f" ('{name}' is written beside it)"
         except CaptureError as e:
             why = f" ({e})"
+    if trace.begun:
+        raise refusal(trace.begun)
     trace.sites.failed = reads.taken[place][0]
     raise CaptureError(depends(place, trace.module()) + why)
 

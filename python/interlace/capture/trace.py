@@ -91,6 +91,7 @@ class Trace:
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
         self.trained = trained
         self.told: Telling | None = None
+        self.begun: list[Change] = []  # states that were None
         self.unused: list[str] = []  # of `trained`, those without a gradient
         self.idle: list[str] = []  # others that have none
         self.first_result = 0  # the values before it are declared

@@ -254,6 +254,8 @@ def _mark(x: Any) -> str:
         return f"({', '.join(map(_mark, x))})"
     if isinstance(x, (list, dict)):  # what it holds has places of its own
         return f"{type(x).__name__} of {len(x)}"
+    if type(x) is Tensor and x.layout == torch.strided:
+        return f"a tensor {x.dtype} {tuple(x.shape)} {x.stride()}"
     known = _objects.get(id(x))
     if known is None or known[0]() is not x:
         try:

@@ -124,6 +124,11 @@ class Captures:
 
     def _refuse_turns(self, captured: Captured) -> None:
         """Error: the model changes a buffer that it branches on, between the micro-batches of one step."""
+        if captured.begun and self.config.accumulation > 1:
+            raise CaptureError(
+                f"{captured.begun[0]} is None when a step begins and a tensor after it, so micro-batches of one step would compute different "
+                "things; let it begin with zeros, or run the model once before compiling it"
+            )
         read = buffers_in(captured.ways) if self.config.accumulation > 1 else set()
         written = set(re.findall(r"^  assign\(%(\d+)", captured.text, re.M)) if read else set()
         read &= {name for number, name in re.findall(r'^buffer %(\d+): \S+ "([^"]*)"', captured.text, re.M) if number in written}

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from interlace.capture.effects import begins
 from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.opaque import LOSS, TAIL, TOLD
 from interlace.capture.reach import MISSING
@@ -242,7 +243,8 @@ class Follow:
         paths = self._opaque[1]
         changes = self.watch.moved() if paths else []
         if changes and paths == {TOLD}:
-            self.watch.settle()
+            if not any(map(begins, changes)):  # the next step goes on with it
+                self.watch.settle()
         elif changes and (paths & {"", LOSS, TAIL} or all(_within(c.owner, paths) for c in changes)):
             self._look()
 
