@@ -29,6 +29,7 @@ class ModelTensor:
     persistent: bool = True
     aliases: list[str] = dataclasses.field(default_factory=list)
     fake: Tensor | None = None
+    owner: str | None = None  # of an attribute: the parameter whose memory it shows, so that nothing may read it
 
 
 def _join(path: str, name: str) -> str:
@@ -168,8 +169,13 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             )
         if b.kind != "param" and not b.real.is_meta and b.real.numel():
             owner = owners.get(b.real.untyped_storage()._cdata)
-            if owner is not None:
-                raise CaptureError(f"'{b.name}' shares storage with parameter '{owner.name}'; clone it")
+            b.owner = owner.name if owner is not None else None
+            if b.owner is not None and b.kind == "buffer":
+                raise CaptureError(shares(b))
+
+
+def shares(t: ModelTensor) -> str:
+    return f"'{t.name}' shares storage with parameter '{t.owner}'; clone it"
 
 
 def _is_dense(t: Tensor) -> bool:

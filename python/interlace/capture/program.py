@@ -23,7 +23,7 @@ from interlace.capture.loss import LossForm
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
-from interlace.capture.reads import TURNS, Telling, depends
+from interlace.capture.reads import TURNS, Hidden, Telling, around, depends
 from interlace.capture.real_run import Resized, grow
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
@@ -287,8 +287,7 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
     """The same trace with the op that hands on what is read, and puts the tensors of states that begin with None into their places, where
     the next step finds them. Error: what is computed depends on what is read, by its line; there can be no such op."""
     reads = trace.recorder.reads
-    for path in {c.owner for c in trace.begun if c.owner is not None}:
-        reads.open.update({"", *(path[:i] for i, x in enumerate(path) if x == "."), path})
+    reads.open.update(*(around(c.owner) for c in trace.begun if c.owner is not None))
 
     def traced(turn: int, places: Collection[str] | None = None, tells: bool = False) -> Trace:
         second = again()
@@ -315,7 +314,12 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
             break
     else:
         try:
-            second = traced(0, tells=True)
+            second = None
+            while second is None:
+                try:
+                    second = traced(0, tells=True)
+                except Hidden as e:
+                    reads.open.update(around(str(e)))
             closed = set(second.sites.paths.values()) - reads.open
             written = (t.name for t in second.tensors if second.was_written(t) and t.name.rpartition(".")[0] not in closed)
             if (name := next(written, None)) is None:

@@ -34,6 +34,11 @@ _MOST = 256  # reads of one trace: a loop that waits for a value would not end
 _BETWEEN = (*(TORCH + file.replace("/", os.sep) for file in ("_tensor.py", "_compile.py", "_dynamo/eval_frame.py")), __file__)
 
 
+def around(path: str) -> list[str]:
+    """A module and those that it is in."""
+    return ["", *(path[:i] for i, x in enumerate(path) if x == "."), path]
+
+
 def depends(place: str, module: str) -> str:
     return (
         f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a loop on a tensor){module}; a program "
@@ -140,6 +145,10 @@ def numbers_in(result: Any) -> dict[str, Tensor]:
     return {path_name(p): torch.tensor(float(x), dtype=torch.float64) for p, x in leaves(rest) if type(x) in (bool, int, float)}
 
 
+class Hidden(CaptureError):
+    """A module, at this path, gives an object of a class with tensors in it: it runs again itself."""
+
+
 class Telling:
     """Notes what modules give that are not open, while the model is traced (tracing.OpaqueModules)."""
 
@@ -156,6 +165,8 @@ class Telling:
             result = module(*args, **kwargs)
         finally:
             self._inside = False
+        if [path for path, _ in leaves(result)] != [path for path, _ in leaves(result, objects=False)]:
+            raise Hidden(self._recorder.sites.paths[id(module)])
         self.results.append(rebuild(result, {p: self._recorder.snapshot(t) for p, t in leaves(result) if isinstance(t, Tensor)}))
         return result
 
