@@ -231,7 +231,8 @@ def test_parameter_outside_the_model():
         capture(Net(lambda y: y * scale), mean, X)
     assert str(e.value).endswith(
         "a tensor of shape (4,) that requires gradients is not part of the model; make it an nn.Parameter of the model "
-        "(a loss with parameters must be a module of the model), or use it under torch.no_grad() where it is not trained"
+        "(a loss with parameters must be a module of the model), use it under torch.no_grad() where it is not trained, or compile first the "
+        "network that it belongs to (a GAN's discriminator, say)"
     )
 
 

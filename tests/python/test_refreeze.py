@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import logging
 from pathlib import Path
@@ -303,3 +304,66 @@ def test_a_checkpoint_with_a_frozen_parameter(tmp_path: Path) -> None:
         other.lm_head.requires_grad_(False)
         trainer.load(tmp_path / "kept")
         assert [trainer.step(zoo.tokens(2, step)).item() for step in range(2, 5)] == expected
+
+
+def recurrent(step: int) -> tuple[Tensor, Tensor]:
+    """Of other sizes at each step."""
+    x = torch.randn(4, 3 + step % 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return x, x.sum((1, 2))
+
+
+def last_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model[1](model[0](batch[0])[0][:, -1]).squeeze(1) - batch[1]).square().mean()
+
+
+def of_layers(strategy: str = "", steps: int = 5) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 1)]).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if strategy:
+        settings = interlace.Config(strategy=strategy, schedule=[], cache="off")
+        with interlace.compile(model, optimizer, last_of, recurrent(0), settings) as trainer:
+            return [trainer.step(recurrent(step)).item() for step in range(steps)]
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = last_of(model, recurrent(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["shard", "zero1"])
+def test_recurrent_layers_on_two_ranks_are_captured_again(strategy: str) -> None:
+    for losses in ranks.run(of_layers, 2, strategy):
+        assert losses == pytest.approx(of_layers(), rel=1e-9)
+
+
+def restarted(strategy: str = "") -> list[float]:
+    """The optimizer's state is emptied after three steps, and another one put in its place after six."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), []
+    settings = interlace.Config(strategy=strategy or "shard", schedule=[], cache="off")
+    trainer = interlace.compile(model, optimizer, square, squares(0), settings) if strategy else None
+    for step in range(9):
+        if step == 3:
+            optimizer.state.clear()
+        elif step == 6:
+            optimizer.state = collections.defaultdict(dict)
+        if trainer is None:
+            optimizer.zero_grad()
+            loss = square(model, squares(step))
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item() if trainer is None else trainer.step(squares(step)).item())
+    if trainer is not None:
+        trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("size, strategy", [(1, "shard"), (2, "shard"), (2, "replicate")])
+def test_an_optimizer_whose_state_is_emptied_begins_anew(size: int, strategy: str) -> None:
+    for losses in ranks.run(restarted, size, strategy):
+        assert losses == pytest.approx(restarted(), rel=1e-9)

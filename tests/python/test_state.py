@@ -167,3 +167,85 @@ def on_ranks(strategy: str) -> tuple[list[float], list[float]]:
 def test_every_rank_has_its_own(strategy: str) -> None:
     for found, expected in ranks.run(on_ranks, 2, strategy):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Words(nn.Module):
+    """Of truncated backpropagation: the state is None at first, and what the step before has left afterwards."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.table, self.out, self.hidden, self.kind = nn.Embedding(9, 4), nn.Linear(6, 9), None, kind
+        self.layer = nn.GRUCell(4, 6) if kind == "cell" else (nn.LSTM if kind == "lstm" else nn.GRU)(4, 6, batch_first=True)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        e, hidden = self.table(x), self.hidden
+        if self.kind == "cell":
+            hidden = torch.zeros(len(x), 6).double() if hidden is None else hidden
+            for t in range(x.shape[1]):
+                hidden = self.layer(e[:, t], hidden)
+            y = hidden
+        else:
+            y, hidden = self.layer(e, hidden)
+            y = y[:, -1]
+        self.hidden = tuple(h.detach() for h in hidden) if isinstance(hidden, tuple) else hidden.detach()
+        return self.out(y)
+
+
+def words(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    x = torch.randint(9, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+    return x[:, :-1], x[:, -1]
+
+
+def of_words(kind: str, train: bool, strategy: str = "shard") -> tuple[list[float], list[Tensor]]:
+    """Losses of three epochs, and the state at the ends of their steps."""
+    torch.manual_seed(0)
+    rank, _ = parity.rank_and_size()
+    model, kept = Words(kind), types.SimpleNamespace(hidden=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model: Words, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if kind != "outside":
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+        y, hidden = model.layer(model.table(batch[0]), kept.hidden)
+        kept.hidden = hidden.detach()
+        return nn.functional.cross_entropy(model.out(y[:, -1]), batch[1])
+
+    config = interlace.Config(strategy=strategy, schedule=[], cache="off")
+    trainer = interlace.compile(model, optimizer, loss_fn, words(0, rank), config) if train else None
+    losses, states, where = [], [], kept if kind == "outside" else model
+    for _ in range(3):
+        where.hidden = None
+        for step in range(4):
+            if trainer is not None:
+                losses.append(trainer.step(words(step, rank)).item())
+            else:
+                optimizer.zero_grad()
+                loss = loss_fn(model, words(step, rank))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            states.append((where.hidden[0] if isinstance(where.hidden, tuple) else where.hidden).clone())
+    if trainer is not None:
+        trainer.close()
+    return losses, states
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm", "cell", "outside"])
+def test_a_state_that_begins_with_none(kind: str) -> None:
+    (expected, states), (losses, found) = of_words(kind, False), of_words(kind, True)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(found, states)
+
+
+def test_a_state_that_begins_with_none_on_two_ranks() -> None:
+    (losses, states), (other, others) = ranks.run(of_words, 2, "lstm", True)
+    assert losses != other and not torch.equal(states[-1], others[-1])
+    assert losses[1] != pytest.approx(of_words("lstm", False)[0][0], rel=1e-3)
+
+
+def test_a_state_that_begins_with_none_and_micro_batches() -> None:
+    model = Words("lstm")
+    loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    with pytest.raises(interlace.InterlaceError, match="'hidden' of the model is None when a step begins and a tensor after it"):
+        interlace.compile(model, torch.optim.SGD(model.parameters()), loss_fn, words(0, 0), interlace.Config(accumulation=2, cache="off"))

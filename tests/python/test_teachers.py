@@ -291,3 +291,31 @@ def test_two_trainers_on_two_ranks() -> None:
         assert losses == pytest.approx(adversaries(False), rel=1e-9)
     found = ranks.outcomes(adversaries, 2, True, strategy="shard")[0]
     assert found is not None and "a parameter of another trainer, whose ranks have a part of it each" in str(found.error)
+
+
+def test_a_discriminator_that_another_trainer_trains() -> None:
+    """Its parameters have gradients of their own, which the generator's step does not make."""
+
+    def train(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        makes, judges = nn.Linear(3, 4).double(), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        first, second = torch.optim.SGD(judges.parameters(), lr=0.1), torch.optim.Adam(makes.parameters(), lr=0.1)
+        draw = lambda step, n: torch.randn(6, n, dtype=torch.float64, generator=torch.Generator().manual_seed(step))  # noqa: E731
+        judged = lambda m, b: (m(b[0]) - 1).square().mean() + m(makes(b[1]).detach()).square().mean()  # noqa: E731
+        made = lambda m, z: (judges(m(z)) - 1).square().mean()  # noqa: E731
+        settings = interlace.Config(schedule=[], cache="off")
+        if compiled:
+            one = interlace.compile(judges, first, judged, (draw(0, 4), draw(0, 3)), settings)
+            other = interlace.compile(makes, second, made, draw(0, 3), settings)
+            return [f(b).item() for i in range(4) for f, b in ((one.step, (draw(i, 4), draw(i, 3))), (other.step, draw(i + 9, 3)))]
+        losses = []
+        for i in range(4):
+            for model, optimizer, loss_fn, b in ((judges, first, judged, (draw(i, 4), draw(i, 3))), (makes, second, made, draw(i + 9, 3))):
+                optimizer.zero_grad()
+                loss = loss_fn(model, b)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses
+
+    assert train(True) == pytest.approx(train(False), rel=1e-9)

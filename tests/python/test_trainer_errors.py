@@ -94,3 +94,12 @@ def test_values_that_are_not_finite_are_traced_to_their_batch(size: int, clip: f
         assert "batch entry 'x'" in text, text
         assert size == 1 or clip is None or "rank 1" in text, text
         assert clip is None or unchanged
+
+
+def test_a_permutation_that_is_cut_with_the_batch() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(8, 4)
+    loss_fn = lambda model, b: model(b["x"][b["order"]]).square().mean()  # noqa: E731
+    batch = {"x": x, "order": torch.arange(8)}
+    trainer = interlace.compile(model, torch.optim.SGD(model.parameters()), loss_fn, batch, interlace.Config(accumulation=2, cache="off"))
+    with pytest.raises(interlace.InterlaceError, match=r"(?s)test_trainer_errors.py:\d+.*numbers rows of the whole batch"):
+        trainer.step(batch)

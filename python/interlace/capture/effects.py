@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.inputs import leaves
 from interlace.capture.model_tensors import alike, items_of
 from interlace.capture.reach import MISSING
 from interlace.capture.sites import Sites, is_user_file
@@ -195,6 +196,12 @@ def grows(change: Change) -> bool:
     """Whether a list or queue has more items after the run."""
     before, after = change.before, change.after
     return isinstance(after, (list, tuple)) and type(before) is type(after) and len(after) > len(before)
+
+
+def begins(change: Change) -> bool:
+    """Whether a tensor, or several, are where there was nothing."""
+    held = [leaf for _, leaf in leaves(change.after)] if change.before is None or change.before is MISSING else []
+    return bool(held) and all(isinstance(leaf, Tensor) for leaf in held)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ class LossForm(CaptureError):
     """A loss function gives or does what no step can be made of, however it is computed."""
 
 
-def outputs_of(result: Any) -> dict[str, Tensor]:
-    """The tensors and numbers in it by name ("loss" first, "logits", "1.logits"); texts and None are left out. Error: LossForm."""
+def outputs_of(result: Any, numbers: bool = True) -> dict[str, Tensor]:
+    """The tensors and `numbers` in it by name ("loss" first, "logits", "1.logits"); texts and None are left out. Error: LossForm."""
     if isinstance(result, dict):
         if "loss" not in result:
             raise LossForm(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
@@ -39,5 +39,6 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
         if not isinstance(value, (Tensor, bool, int, float)):
             what = type(value).__name__
             raise LossForm(f"output '{path_name(path)}' of the loss function is a {what}; return tensors and numbers beside the loss")
-        found[path_name(path)] = value if isinstance(value, Tensor) else torch.tensor(value)
+        if numbers or isinstance(value, Tensor):
+            found[path_name(path)] = value if isinstance(value, Tensor) else torch.tensor(value)
     return found

@@ -29,6 +29,7 @@ class ModelTensor:
     persistent: bool = True
     aliases: list[str] = dataclasses.field(default_factory=list)
     fake: Tensor | None = None
+    owner: str | None = None  # of an attribute: the parameter whose memory it shows, so that nothing may read it
 
 
 def _join(path: str, name: str) -> str:
@@ -139,19 +140,20 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
                 f"parameter '{p.name}' is complex; keep it as a real one with a last dimension of two (torch.view_as_real), and make it "
                 "complex in forward (torch.view_as_complex)"
             )
-        if t.device != first.real.device and not (t.is_meta and isinstance(t, Released)):
+        here = not isinstance(t, Released)  # which has an element of memory at most
+        if here and t.device != first.real.device:
             raise CaptureError(
                 f"parameters are on several devices: '{first.name}' on {first.real.device}, '{p.name}' on {t.device}; "
                 "move the model to one device"
             )
-        if not _is_dense(t):
+        if here and not _is_dense(t):
             raise CaptureError(f"parameter '{p.name}' is not dense (strides {tuple(t.stride())}); set it to a .contiguous() copy")
         if not all(hasattr(h, OWN_HOOK) for h in (getattr(t, "_post_accumulate_grad_hooks", None) or {}).values()):
             raise CaptureError(
                 f"parameter '{p.name}' has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), which a program "
                 "cannot run; register_hook changes gradients, trainer.step makes the optimizer's step"
             )
-        if t.is_meta or t.numel() == 0:
+        if t.is_meta or t.numel() == 0 or not here:
             continue
         key = t.untyped_storage()._cdata
         if key in owners:
@@ -167,8 +169,13 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             )
         if b.kind != "param" and not b.real.is_meta and b.real.numel():
             owner = owners.get(b.real.untyped_storage()._cdata)
-            if owner is not None:
-                raise CaptureError(f"'{b.name}' shares storage with parameter '{owner.name}'; clone it")
+            b.owner = owner.name if owner is not None else None
+            if b.owner is not None and b.kind == "buffer":
+                raise CaptureError(shares(b))
+
+
+def shares(t: ModelTensor) -> str:
+    return f"'{t.name}' shares storage with parameter '{t.owner}'; clone it"
 
 
 def _is_dense(t: Tensor) -> bool:

@@ -25,6 +25,7 @@ from torch import nn
 from interlace.capture.effects import draws, generators
 from interlace.capture.inputs import Path, leaves, rebuild
 from interlace.capture.model_tensors import device_type, tensors_of
+from interlace.capture.reads import Told
 from interlace.capture.real_run import Resized, resized, run_for_real
 from interlace.capture.recorder import Recorder
 from interlace.capture.watch import Watch, plain
@@ -32,7 +33,7 @@ from interlace.capture.writes import Writes
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
-LOSS, TAIL = "(loss function)", "(loss after the model)"  # paths of what is no module
+LOSS, TAIL, TOLD = "(loss function)", "(loss after the model)", "(told)"  # paths of what is no module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +152,8 @@ class Tail(nn.Module):
 
 
 def module_at(path: str, model: nn.Module, loss_fn: Any) -> nn.Module:
-    if path in (LOSS, TAIL):
-        return (Whole if path == LOSS else Tail)(model, loss_fn)
+    if path in (LOSS, TAIL, TOLD):
+        return {LOSS: Whole, TAIL: Tail, TOLD: Told}[path](model, loss_fn)
     return model.get_submodule(path)
 
 
@@ -268,6 +269,13 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
 # ---- while tracing ----
 
 
+def told_call(told: Told, given: tuple, params: list[str], numbers: list[str], region: torch.dtype | None, places: str) -> OpaqueCall:
+    """The call of a loss function's Python that only hands on what it reads (reads.py)."""
+    inputs, outputs = [(p, Meta.of(t)) for p, t in tensor_leaves((given, {}))], [((name,), Meta(torch.float64, ())) for name in numbers]
+    why, call = f"numbers are read at {places}", _arguments(TOLD, (given, {}))
+    return OpaqueCall(TOLD, TOLD, why, flags_of(told), call, inputs, params, [], [], None, outputs, False, False, region, [])
+
+
 class OpaqueTrace:
     """Stands in for the opaque modules while the model is traced: records calls instead of running them."""
 
@@ -332,8 +340,8 @@ def only_in(calls: Sequence[OpaqueCall], names: Mapping[str, int], lines: Sequen
     module does not use them they have no gradient at all."""
     asked: set[str] = set()
     for call in calls:
-        inside = "" if call.path in ("", LOSS, TAIL) else f"{call.path}."
-        own = [n.removeprefix("model.") if call.path == LOSS else n for n in call.params]
+        inside = "" if call.path in ("", LOSS, TAIL, TOLD) else f"{call.path}."
+        own = [n.removeprefix("model.") if call.path in (LOSS, TOLD) else n for n in call.params]
         asked |= {f"{inside}{own[i - len(call.inputs)]}" for i in call.wanted if i >= len(call.inputs)}
     elsewhere: set[str] = set()
     for line in lines:

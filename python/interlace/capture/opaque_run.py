@@ -16,7 +16,7 @@ from interlace.capture.effects import kept_draws, states_of
 from interlace.capture.inputs import rebuild
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import flat_weights_kept
-from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
+from interlace.capture.opaque import LOSS, TAIL, TOLD, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
 from interlace.capture.tracing import with_left
 from interlace.errors import CaptureError
 
@@ -182,7 +182,7 @@ def _installed(call: OpaqueCall, module: nn.Module, operands: list[Tensor], stat
 
 def full_name(call: OpaqueCall, name: str) -> str:
     """A parameter's name in the model."""
-    if call.path == LOSS:
+    if call.path in (LOSS, TOLD):
         return name.removeprefix("model.")
     return name if call.path in ("", TAIL) else f"{call.path}.{name}"
 

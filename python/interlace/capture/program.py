@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture import caches
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
-from interlace.capture.effects import as_after, drawing_line, generators, grows, kept_generators, refusal
+from interlace.capture.effects import as_after, begins, drawing_line, generators, grows, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.loss import LossForm
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
+from interlace.capture.reads import TURNS, Hidden, Telling, around, depends
 from interlace.capture.real_run import Resized, grow
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
@@ -53,6 +55,7 @@ class Captured:
     seconds: float
     ways: list[Way]  # what Python has read of the example batch
     grown: list[str]  # buffers that have got another size
+    begun: list[str]  # places of None that a step puts tensors into
 
 
 def capture(
@@ -92,7 +95,7 @@ def capture(
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
     with without_collection():
-        loss_fn = loss_fn or _default_loss
+        loss_fn = loss_fn or default_loss
         watch = watch or Watch(model, loss_fn)
         trace, grown = None, list[str]()
         while trace is None:
@@ -116,10 +119,12 @@ def capture(
         opaque=list(trace.opaque_calls), opaque_calls=opaque_calls,
         sometimes=only_in(opaque_calls, params, trace.recorder.lines) if opaque_calls else [],
         num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=trace.ways.read, grown=grown,
+        begun=[c.where for c in trace.begun],
     )  # fmt: skip
 
 
-def _default_loss(model: nn.Module, batch: Any) -> Any:
+def default_loss(model: nn.Module, batch: Any) -> Any:
+    """model(**batch).loss for dict-like batches, else model(batch)."""
     if hasattr(batch, "keys"):
         out = model(**batch)
         loss = out["loss"] if isinstance(out, dict) and "loss" in out else getattr(out, "loss", out)
@@ -166,7 +171,8 @@ def _whole(
 
         found = trace()
         try:
-            _watched(found, trace, loss_fn, batch, watch, numbers)
+            found.recorder.reads.allowed = fullgraph and not symbolic and casts.param is None
+            found = _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
         except (FrozenWritten, Resized):
@@ -205,8 +211,9 @@ def _with(opaque: dict[str, str], path: str, why: str) -> dict[str, str]:
 def _watched(
     trace: Trace, again: Callable[[], Trace], loss_fn: Callable[[nn.Module, Any], Any], batch: Any, watch: Watch,
     numbers: Collection[str],
-) -> None:  # fmt: skip
-    """Runs the trace. Python sees nothing of it; a model that another run would find changed is refused."""
+) -> Trace:  # fmt: skip
+    """Runs the trace. Python sees nothing of it; a model that another run would find changed is refused. Gives it, or the one that hands on
+    what is read."""
 
     def run(one: Trace) -> list[Change]:
         try:
@@ -266,7 +273,65 @@ def _watched(
 
     values = [c for c in changes if c.kind == "value"]
     for many in (False, True) if any(grows(c) for c in values) else (False,):
-        _run_again(trace, again, loss_fn, batch, values, real, kept, many)
+        try:
+            _run_again(trace, again, loss_fn, batch, values, real, kept, many)
+        except CaptureError:
+            trace.begun = [c for c in values if begins(c)] if trace.recorder.reads.allowed else []
+            if not trace.begun:
+                raise
+            _run_again(trace, again, loss_fn, batch, [c for c in values if c not in trace.begun], real, kept, many)
+    return _telling(trace, again, run) if trace.recorder.reads.taken or trace.begun else trace
+
+
+def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], Any]) -> Trace:
+    """The same trace with the op that hands on what is read, and puts the tensors of states that begin with None into their places, where
+    the next step finds them. Error: what is computed depends on what is read, by its line; there can be no such op."""
+    reads = trace.recorder.reads
+    reads.open.update(*(around(c.owner) for c in trace.begun if c.owner is not None))
+
+    def traced(turn: int, places: Collection[str] | None = None, tells: bool = False) -> Trace:
+        second = again()
+        its = second.recorder.reads
+        its.allowed, its.turn, its.places = True, turn, places
+        second.told = Telling(second.recorder, reads.open) if tells else None
+        with kept_generators():
+            run(second)
+        return second
+
+    def same(turn: int, places: Collection[str]) -> bool:
+        try:
+            second = traced(turn, places)
+        except CaptureError as e:  # the user's own code may raise where a truth value is another one, and math.exp does of large numbers
+            ours = isinstance(e.__cause__, (CaptureError, DataDependentOutputException, type(None)))
+            return not ours and (all(reads.taken[p][1] for p in places) or isinstance(e.__cause__, (ArithmeticError, ValueError)))
+        lifted = [[t.real for t in one.tensors if t.name.startswith("captured.")] for one in (trace, second)]  # made by NumPy
+        return second.body() == trace.body() and all(torch.equal(a, b) for a, b in zip(*lifted, strict=True))
+
+    place, why = next(iter(reads.taken), ""), ""
+    for turn in range(1, TURNS):
+        if reads.taken and not same(turn, reads.taken):
+            place = next((at for at in reads.taken if not same(turn, {at})), place)
+            break
+    else:
+        try:
+            second = None
+            while second is None:
+                try:
+                    second = traced(0, tells=True)
+                except Hidden as e:
+                    reads.open.update(around(str(e)))
+            closed = set(second.sites.paths.values()) - reads.open
+            written = (t.name for t in second.tensors if second.was_written(t) and t.name.rpartition(".")[0] not in closed)
+            if (name := next(written, None)) is None:
+                second.begun = trace.begun
+                return second
+            why = f" ('{name}' is written beside it)"
+        except CaptureError as e:
+            why = f" ({e})"
+    if trace.begun:
+        raise refusal(trace.begun)
+    trace.sites.failed = reads.taken[place][0]
+    raise CaptureError(depends(place, trace.module()) + why)
 
 
 def _run_again(
@@ -277,6 +342,7 @@ def _run_again(
     with as_after(values, real, many) as made:
         if made:
             second = again()
+            second.recorder.reads.allowed = (reads := trace.recorder.reads).allowed
             watched = Watch(trace.model, loss_fn)
             try:
                 with kept_generators():
@@ -287,7 +353,8 @@ def _run_again(
             finally:
                 asked = [c for c in made if c.reads]  # before anybody else asks
                 moved = {c.where for c in watched.restore()}
-            counters = [c for c in asked if c.where in moved]  # what they decide may be something else in a later run
+            # What they decide may be something else in a later run; of what is handed on, each step sees to it.
+            counters = [c for c in asked if c.where in moved and not (reads.taken and (c.owner or "") in {"", *reads.open})]
             if differs or counters:
                 trace.sites.failed = next((c.owner for c in made if c.owner is not None), None)
                 raise refusal(made if differs else counters)

@@ -18,13 +18,13 @@ data) and becomes one line. A value of the program is known by the storage it li
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from interlace.capture.check_ops import dtypes_of, promise
@@ -32,6 +32,7 @@ from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.own_draws import OwnDraws
+from interlace.capture.reads import Reads
 from interlace.capture.sites import Sites
 from interlace.capture.sized import Sized
 from interlace.capture.storages import Entry, Storage
@@ -61,7 +62,7 @@ class Recorder(TorchDispatchMode):
         self.lift = lift  # turns a tensor that is not the model's into a fake that it has declared
         self._entries: dict[int, Entry] = {}
         self._storages: dict[int, Storage] = {}
-        self.next_value = self._next_stream = 0
+        self.reads, self.next_value, self._next_stream = Reads(sites, ways), 0, 0
         self.declared: dict[int, Storage] = {}  # of what exists before the program, by its id
 
     # ---- values ----
@@ -218,10 +219,8 @@ class Recorder(TorchDispatchMode):
         if info.identity:
             return self._identity(func, args, kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            with contextlib.suppress(NotConstant), no_dispatch():
-                return self.constants.number(args[0])
             with contextlib.suppress(NotConstant):
-                return self.ways.number(args[0], self.sites.place())
+                return self.reads.number(args[0], sys._getframe(1))
         if complex in map(type, args):
             func = getattr(func.overloadpacket, "Tensor", func)
             info, args = op_info(func), tuple(self.constants.complex_number(a, dtypes_of(args)) if type(a) is complex else a for a in args)

@@ -54,6 +54,14 @@ def user_place(traceback: TracebackType | None) -> str:
     return place
 
 
+def line_now() -> str:
+    """ "/home/.../file.py:12" of the user's line that runs now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
 class Sites:
     """Numbers modules and sources in the order they are met."""
 

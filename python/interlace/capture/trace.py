@@ -23,11 +23,12 @@ from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.loss import LossForm, outputs_of
-from interlace.capture.model_tensors import ModelTensor, device_type, in_memory_order, make_fake, swapped
-from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn
+from interlace.capture.model_tensors import OWN_HOOK, ModelTensor, device_type, in_memory_order, make_fake, shares, swapped
+from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn, tensor_leaves, told_call
+from interlace.capture.reads import Hidden, Telling, Told, depends, numbers_in, reading
 from interlace.capture.real_run import Resized, resized
 from interlace.capture.recorder import Recorder
-from interlace.capture.sites import OUTSIDE, Sites, user_place
+from interlace.capture.sites import OUTSIDE, Sites, line_now, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
 from interlace.capture.tracing import (
@@ -88,7 +89,10 @@ class Trace:
         self.names: dict[int, str] = {}  # of buffers that are not the model's, by the tensor's id
         self._moved: set[int] = set()  # ids of parameters whose places the model gave another one
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
+        self._strange: list[tuple[Tensor, str]] = []  # tensors that are none of the model and require gradients, with the user's line
         self.trained = trained
+        self.told: Telling | None = None
+        self.begun: list[Change] = []  # states that were None
         self.unused: list[str] = []  # of `trained`, those without a gradient
         self.idle: list[str] = []  # others that have none
         self.first_result = 0  # the values before it are declared
@@ -121,11 +125,6 @@ class Trace:
     def _lift(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
         """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a
         constant of the program; any other tensor may change between steps, so it becomes a plain buffer."""
-        if real.requires_grad and torch.is_grad_enabled():
-            raise CaptureError(
-                f"a tensor of shape {tuple(real.shape)} that requires gradients is not part of the model; make it an nn.Parameter of the "
-                "model (a loss with parameters must be a module of the model), or use it under torch.no_grad() where it is not trained"
-            )
         known = self._lifted.get(id(real))
         if known is not None and fake is None:
             return known[1]
@@ -135,6 +134,9 @@ class Trace:
         if fake is None:
             with self.fakes:
                 fake = torch.empty_strided(tuple(real.shape), real.stride(), dtype=real.dtype, device="cpu")
+        hooks = getattr(real, "_post_accumulate_grad_hooks", None) or {}
+        if real.requires_grad and torch.is_grad_enabled() and not any(hasattr(hook, OWN_HOOK) for hook in hooks.values()):
+            self._strange.append((real, line_now()))  # what another trainer trains needs no gradient here
         self._lifted[id(real)] = (real, fake)
         if literal:
             self.constants.set_value(fake, real)
@@ -180,10 +182,11 @@ class Trace:
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(known_values_are_no_trace(self.constants))
             self._opaque = OpaqueTrace(self.model, self.opaque_calls, rec, loss_fn)
-            stack.enter_context(followed_modules(self.sites, self._opaque))
+            stack.enter_context(followed_modules(self.sites, self.told or self._opaque))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # what is wrapped in torch.compile runs as it is
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
             stack.enter_context(without_log())
+            stack.enter_context(reading(rec.reads))
             stack.enter_context(without_assertions())
             stack.enter_context(without_backward(lambda: rec.part == "bwd"))
             stack.enter_context(without_branches())
@@ -216,6 +219,9 @@ class Trace:
     def _written(self) -> None:
         """Buffers that were written in place, or by `b.data = ...`: their next values."""
         rec = self.recorder
+        for t in self.tensors:  # torch.nn.utils.spectral_norm shows the weight itself until its hook has run
+            if t.owner is not None and self._is_read(t):
+                raise CaptureError(shares(t))
         written = [t for t in self.tensors if t.fake is not None and (id(t) in self._moved or rec.was_written(t.fake))]
         refuse_writes({t.name: t.real.requires_grad for t in written if t.kind == "param"})
         for t in written:
@@ -237,11 +243,14 @@ class Trace:
             if t.kind == "param":
                 self._moved.add(id(t))
                 continue
-            read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
             other = (new.dtype, new.shape) != (t.real.dtype, t.real.shape)
-            if other and t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
+            if other and t.kind != "buffer" and not self._is_read(t):
                 continue  # it is only kept for somebody to look at
             self._assign(t, new.detach(), f"'{where}'")
+
+    def _is_read(self, t: ModelTensor) -> bool:
+        read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
+        return any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines)
 
     def assign(self, change: Change) -> bool:
         """Tensors that the trace has read outside of the model, and others that are in their places now: their next values."""
@@ -274,6 +283,20 @@ class Trace:
         seed = None
         if scale is not None and scale.fake is not None:
             seed = scale.fake.to(self.outputs["loss"].dtype)
+        nodes, seen = [self.outputs["loss"].grad_fn], set()
+        while self._strange and nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            for t, line in self._strange:
+                if getattr(node, "variable", None) is t:
+                    raise CaptureError(
+                        f"{line}: a tensor of shape {tuple(t.shape)} that requires gradients is not part of the model; make it an "
+                        "nn.Parameter of the model (a loss with parameters must be a module of the model), use it under torch.no_grad() where it is not "
+                        "trained, or compile first the network that it belongs to (a GAN's discriminator, say)"
+                    )
         fakes: Any = [p.fake for p in params]
         grads = with_left(torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True), fakes)
         for p, g in zip(params, grads, strict=True):
@@ -291,9 +314,34 @@ class Trace:
             raise CaptureError("the loss depends on no trainable parameter")
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        self.outputs.update(outputs_of(self._result(loss_fn, batch)))
+        result = self._result(loss_fn, batch)
+        self.outputs.update(outputs_of(result, numbers=not self.recorder.reads.taken))
         if not self.outputs["loss"].requires_grad:
             raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
+        if self.told is not None:
+            self._tell(loss_fn, batch, self.told)
+
+    def _tell(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any, telling: Telling) -> None:
+        """Has the loss function's Python run in each step on what modules gave; tries it."""
+        rec, told, opened = self.recorder, Told(self.model, loss_fn), sorted(telling.opened)
+        used = telling.used({self.ids[id(t)] for t in self.tensors if t.kind == "param"})
+        params: dict[str, Any] = {f"model.{t.name}": t.fake for t in self.tensors if self.ids[id(t)] in used}
+        given = (telling.results, batch, self.outputs["loss"].detach(), opened)
+        operands = [*(t for _, t in tensor_leaves(given)), *params.values()]
+        begin = max(rec.value_of(t) for t in operands), len(rec.lines)  # their views are there by now
+        with torch.no_grad():
+            numbers = list(numbers_in(told.again(telling.results, batch, opened)))
+        del rec.lines[begin[1] :]
+        numbers += [] if self.model.training else [TOLD]  # what only evaluates keeps what gives an output
+        region = torch.get_autocast_dtype(rec.device) if self.casts.autocast else None
+        call = told_call(told, given, list(params), numbers, region, ", ".join(rec.reads.taken))
+        self.opaque_calls = {TOLD: [call]}
+        results = rec.call_python(TOLD, "forward", operands, [(m.dtype, m.size) for _, m in call.outputs], False)
+        self.outputs.update(zip(numbers, results, strict=True))
+
+    def was_written(self, t: ModelTensor) -> bool:
+        """Of buffers and other tensors."""
+        return id(t) in self._assigned or (t.kind != "param" and t.fake is not None and self.recorder.was_written(t.fake))
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""
@@ -333,14 +381,11 @@ class Trace:
             if not place:
                 raise
             kind = type(e) if type(e) in (CalledOtherwise, LossForm, Resized) else CaptureError
+            if isinstance(e, Hidden):
+                raise
             raise kind(f"{place}: {e}{self.module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
-            place = user_place(e.__traceback__) or what
-            raise CaptureError(
-                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a loop on a tensor)"
-                f"{self.module()}; a program cannot branch on data. Keep the value a tensor (torch.where, masks), or pass "
-                "fullgraph=False to run that module in Python"
-            ) from e
+            raise CaptureError(depends(user_place(e.__traceback__) or what, self.module())) from e
         except DynamicOutputShapeException as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(

@@ -125,6 +125,15 @@ class Watch:
         """As moved(), and attributes that no code mentions too."""
         return self.moved(all_names=True)
 
+    def settle(self) -> None:
+        """What there is now counts as unchanged."""
+        for h in self._reach.tables:
+            items = h.holder if isinstance(h.holder, dict) else dict(enumerate(h.holder))
+            h.keys, h.values = tuple(items), tuple(items.values())
+        self._tables = tuple((h.holder, h.values) for h in self._dicts)
+        for p in self._reach.places:
+            p.value = p.look()
+
     def restore(self) -> list[Change]:
         """Puts everything back; gives what had changed."""
         found = self.changed()
@@ -245,6 +254,8 @@ def _mark(x: Any) -> str:
         return f"({', '.join(map(_mark, x))})"
     if isinstance(x, (list, dict)):  # what it holds has places of its own
         return f"{type(x).__name__} of {len(x)}"
+    if type(x) is Tensor and x.layout == torch.strided:
+        return f"a tensor {x.dtype} {tuple(x.shape)} {x.stride()}"
     known = _objects.get(id(x))
     if known is None or known[0]() is not x:
         try:

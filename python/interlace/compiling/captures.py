@@ -107,7 +107,7 @@ class Captures:
             text = self._named(text, captured.opaque_calls)
             if captured.opaque_calls:
                 self.programs.learnt = (captured.opaque_calls, captured.sometimes)
-            cache.put("capture", key, {"text": text, "drops": drops, "ways": captured.ways}, constants)
+            cache.put("capture", None if captured.opaque_calls else key, {"text": text, "drops": drops, "ways": captured.ways}, constants)
         return text, constants
 
     def _captured(self, micro_batch: Any, watch: Watch) -> tuple[Captured, str, dict[str, Tensor]]:
@@ -124,6 +124,11 @@ class Captures:
 
     def _refuse_turns(self, captured: Captured) -> None:
         """Error: the model changes a buffer that it branches on, between the micro-batches of one step."""
+        if captured.begun and self.config.accumulation > 1:
+            raise CaptureError(
+                f"{captured.begun[0]} is None when a step begins and a tensor after it, so micro-batches of one step would compute different "
+                "things; let it begin with zeros, or run the model once before compiling it"
+            )
         read = buffers_in(captured.ways) if self.config.accumulation > 1 else set()
         written = set(re.findall(r"^  assign\(%(\d+)", captured.text, re.M)) if read else set()
         read &= {name for number, name in re.findall(r'^buffer %(\d+): \S+ "([^"]*)"', captured.text, re.M) if number in written}

@@ -172,7 +172,7 @@ class Programs:
         built = self.build(source, executor, ir)
         running = {b["name"] for b in ir.buffers()}
         for buffer in built.ir.buffers():
-            if buffer["name"] not in running:  # a tensor of this trace alone
+            if buffer["name"] not in running and buffer["name"] in source.constants:  # of this trace alone; else values.py has it
                 built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
         return built
 

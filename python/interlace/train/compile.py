@@ -22,6 +22,7 @@ from torch import nn
 from interlace.capture import InputSpec, OpaqueTable
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.model_tensors import check_parameters, collect, count_as_buffers
+from interlace.capture.program import default_loss
 from interlace.capture.several import Several, members_of, name_of
 from interlace.capture.tensor_plan import read_plan
 from interlace.checkpoint.weights import Weights, find_name
@@ -37,7 +38,7 @@ from interlace.dist.groups import check_streams, default_device, device_name
 from interlace.dist.peers import PeerError, Peers, first_difference, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
-from interlace.train.eager import EagerRunner, default_loss, eager_text
+from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
 from interlace.train.materialize import adopt, checksum, initialize, release
 from interlace.train.run import Run, Tensors

@@ -25,6 +25,7 @@ from interlace.capture.inputs import on_device
 from interlace.capture.literals import quote
 from interlace.capture.loss import outputs_of
 from interlace.capture.model_tensors import ModelTensor, collect, flat_weights_kept
+from interlace.capture.program import default_loss
 from interlace.capture.tracing import with_left
 from interlace.capture.watch import Watch
 from interlace.capture.writes import Writes, refuse_writes
@@ -66,14 +67,6 @@ def eager_text(model: nn.Module, tensors: list[ModelTensor], optimizer: torch.op
             inputs.append(f"input %{value}: {_type(kept)} {quote('grad of ' + t.name)}")
             ops.append(f"  grad(%{i}, %{value}) {{bwd}}")
     return "\n".join([*lines, *inputs, "phase micro_batch takes () gives () {", *ops, "}"]) + "\n"
-
-
-def default_loss(model: nn.Module, batch: Any) -> Any:
-    """model(**batch).loss for dict-like batches, else model(batch)."""
-    if hasattr(batch, "keys"):
-        out = model(**batch)
-        return out["loss"] if isinstance(out, dict) and "loss" in out else getattr(out, "loss", out)
-    return model(batch)
 
 
 def _gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,8 @@ from torch import nn
 
 from interlace.capture.inputs import InputSpec, on_device
 from interlace.capture.loss import outputs_of
+from interlace.capture.opaque import TOLD
+from interlace.capture.program import default_loss
 from interlace.capture.watch import Watch
 from interlace.capture.ways import other_way, ways_of
 from interlace.compiling.captures import Captures
@@ -31,7 +33,7 @@ from interlace.config.schedule import for_stage, items, pass_name
 from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.train import batch as batches
 from interlace.train.batch import describe
-from interlace.train.eager import EagerRunner, default_loss
+from interlace.train.eager import EagerRunner
 from interlace.train.run import Run, gathered
 
 Tensor = torch.Tensor
@@ -99,7 +101,7 @@ class Evaluation:
         result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
         run.share_outputs(ready.built.states, result, 1)
         ready.bring_back(run.ir)
-        return {name: values[0] for name, values in result["outputs"].items()}
+        return {name: values[0] for name, values in result["outputs"].items() if name != TOLD}
 
     def _fitting(self, kept: list[_Ready], inputs: list[list[Tensor]]) -> _Ready | None:
         """The first that was made for the ways that this batch takes, on all ranks. Every rank must call it."""

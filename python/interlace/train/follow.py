@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
+from interlace.capture.effects import begins
 from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
-from interlace.capture.opaque import LOSS, TAIL
+from interlace.capture.opaque import LOSS, TAIL, TOLD
 from interlace.capture.reach import MISSING
 from interlace.capture.unread import moved, unread
 from interlace.capture.watch import Change, Watch, buffer_name, describe
@@ -232,7 +233,7 @@ class Follow:
             )
 
     def after_step(self) -> None:
-        """What opaque modules have changed of themselves in the step is no change between two steps; an opaque loss function may change
+        """What opaque modules have changed of themselves in the step is no change between two steps; a loss function's Python may change
         anything."""
         table, program = self.planner.programs.opaque, self.run.program
         if table is None or not table.calls:
@@ -241,7 +242,10 @@ class Follow:
             self._opaque = program, {call.path for call in table.calls_in(program)}
         paths = self._opaque[1]
         changes = self.watch.moved() if paths else []
-        if changes and (paths & {"", LOSS, TAIL} or all(_within(c.owner, paths) for c in changes)):
+        if changes and paths == {TOLD}:
+            if not any(map(begins, changes)):  # the next step goes on with it
+                self.watch.settle()
+        elif changes and (paths & {"", LOSS, TAIL} or all(_within(c.owner, paths) for c in changes)):
             self._look()
 
     def take(self, batch: Any, inputs: list[list[Tensor]]) -> None:

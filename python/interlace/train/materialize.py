@@ -227,15 +227,15 @@ def initialize(model: nn.Module, wanted: set[str], seed: int, place: Place) -> N
 
 
 def release(parameter: Tensor) -> None:
-    """Frees a parameter's memory; every reference to it sees a tensor of the same shape (or, at worst, an empty one) without values."""
+    """Frees a parameter's memory; every reference to it sees a tensor of the same shape without values."""
     with torch._C.DisableTorchFunctionSubclass():
         hooks = parameter._backward_hooks  # which another capture traces
         if not parameter.is_meta:
             empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             try:
                 torch.utils.swap_tensors(parameter, empty)
-            except RuntimeError:  # somebody holds a C++ reference, an autograd graph for instance
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            except RuntimeError:  # somebody holds a C++ reference (an autograd graph) or a weak one (recurrent layers)
+                parameter.data = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         parameter._backward_hooks = hooks
         parameter.__class__ = Released
 

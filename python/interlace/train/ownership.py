@@ -3,6 +3,7 @@
     optimizer.step()              error: trainer.step(batch) makes the steps
     optimizer.state_dict()        one rank: the trainer's; several: error, trainer.optimizer_state_dict() gathers it on every rank
     optimizer.load_state_dict(s)  goes into the trainer, on every rank alike
+    optimizer.state.clear()       begins the states anew, at the next step, on every rank alike; so does another empty dict in its place
     loss.backward()               warning, once: these gradients are not the trainer's
 
 Everything is taken off when the trainer closes.
@@ -10,6 +11,7 @@ Everything is taken off when the trainer closes.
 
 from __future__ import annotations
 
+import collections
 import warnings
 import weakref
 from collections.abc import Callable
@@ -29,6 +31,16 @@ from interlace.train.run import Run
 Tensor = torch.Tensor
 
 
+class _State(collections.defaultdict):  # type: ignore[type-arg]
+    """An optimizer's `state`, which is empty: the trainer has the states."""
+
+    cleared = False
+
+    def clear(self) -> None:
+        self.cleared = True
+        super().clear()
+
+
 class Ownership:
     """The hooks of one trainer. They hold it weakly: a trainer that nobody has any more is no reason to refuse."""
 
@@ -41,8 +53,9 @@ class Ownership:
             run.hyper.not_run.add(step.id)
             self._handles += [
                 step, optimizer.register_state_dict_post_hook(self._on_state_dict),
-                optimizer.register_load_state_dict_pre_hook(self._on_load),
+                optimizer.register_load_state_dict_pre_hook(self._on_load), optimizer.register_load_state_dict_post_hook(_keep),
             ]  # fmt: skip
+            _keep(optimizer)
         on_gradient = self._on_gradient
 
         def watch(parameter: Tensor) -> None:
@@ -57,6 +70,27 @@ class Ownership:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def before_step(self) -> None:
+        """Optimizers whose `state` was emptied begin anew. Every rank must have done it."""
+        run = self._run()
+        anew = [o for o in members_of(run.optimizer) if not isinstance(o.state, _State) or o.state.cleared] if run is not None else []
+        if run is None or not anew:
+            return
+        if any(o.state for o in anew):
+            raise InterlaceError("optimizer.state has entries that the trainer does not know; give them with optimizer.load_state_dict(...)")
+        groups = [i for i, group in enumerate(run.optimizer.param_groups) if member_of(run.optimizer, group) in anew]
+        run.flush()
+        run.settle_save()
+        run.agree(f"optimizer.state emptied at step {run.steps}", lambda: lambda: None)
+        for i in groups:
+            run.hyper.restart(i)
+        for role, _, p in run.states.updated(run.roles()):
+            if p.group in groups:
+                run.states.fill_from(p.name, role, torch.zeros(p.shape, dtype=torch.float32))
+        run.left_out = {name: n for name, n in run.left_out.items() if run.states.parameters[name].group not in groups}
+        for optimizer in anew:
+            _keep(optimizer)
 
     def _live(self) -> Run | None:
         run = self._run()
@@ -101,6 +135,10 @@ class Ownership:
             )
         load_optimizer_state(run, given)
         return {**given, "state": {}}
+
+
+def _keep(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = _State(dict, optimizer.state)
 
 
 def _of_member(optimizer: torch.optim.Optimizer, run: Run, whole: dict[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,8 @@ class Frozen:
         running = {b["name"]: run.executor.tensor(b["value"]) for b in run.ir.buffers()}
         storages = {b["name"]: built.executor.tensor(b["value"]) for b in built.ir.buffers()}
         for name, storage in storages.items():
-            storage.copy_(running[name] if name in running else built.source.constants[name])
+            if (value := running.get(name, built.source.constants.get(name))) is not None:  # else values.py has it
+                storage.copy_(value)
         run.tensors.buffers = {n: storages.get(n, t) for n, t in run.tensors.buffers.items()}
         with torch.no_grad():
             adopt(collect(self.captures.model), new, storages)

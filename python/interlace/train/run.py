@@ -15,6 +15,7 @@ from torch import nn
 from interlace.capture.groups import is_rule, kind_of
 from interlace.capture.inputs import InputSpec
 from interlace.capture.model_tensors import collect
+from interlace.capture.opaque import TOLD
 from interlace.checkpoint.optimizer import STATE_NAMES
 from interlace.checkpoint.saver import Save
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
@@ -319,7 +320,7 @@ def gathered(run: Run, captures: Captures) -> Iterator[None]:
     """For a capture of a model with opaque modules, which are run for real to learn what they give: the whole parameters, on every
     rank, of a model whose own are on meta. Every rank must enter it."""
     opaque = run.programs.opaque
-    some = opaque is not None and (opaque.calls or (captures.undecided and not run.config.fullgraph))
+    some = opaque is not None and (any(c.path != TOLD for c in opaque.calls.values()) or (captures.undecided and not run.config.fullgraph))
     if not some or all(run.states.resident(name) is not None for name in run.states.parameters):
         yield
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from interlace.errors import CaptureError
+from interlace.errors import CaptureError, InterlaceError
 from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
 from interlace.train.diagnosis import Diagnosis, NonFiniteError
 from interlace.train.follow import Follow
@@ -63,7 +63,15 @@ class Stepping:
             run.save.before_step(run.runner)
         with run.peers.guard(), run.determinism():
             self._unused.before_step()
-            result = run.runner.step(inputs, rows, run.steps)
+            try:
+                result = run.runner.step(inputs, rows, run.steps)
+            except RuntimeError as e:
+                if run.config.accumulation == 1 or "out of bounds" not in str(e):
+                    raise
+                raise InterlaceError(
+                    f"{e}\nA batch is cut along dimension 0 into {run.config.accumulation} micro-batches, with all entries of that length: "
+                    "what numbers rows of the whole batch (a permutation) is to number those of a micro-batch; pass a list of micro-batches"
+                ) from e
         if result.get("note"):
             log.warning("steps are given to the device op by op from here on: %s", result["note"])
         if verified:
@@ -84,7 +92,7 @@ class Stepping:
         if run.skipped and (run.loss_scale.exhausted or not (skips or run.loss_scale.dynamic)):
             raise NonFiniteError(self._diagnosis.nonfinite_norm(inputs))
         if not run.skipped:
-            if not result["finite"] and run.norm is None and not skips:
+            if not result["finite"] and run.norm is None and not skips and not all(math.isfinite(one.item()) for one in losses):
                 with run.peers.guard():
                     raise NonFiniteError(self._diagnosis.nonfinite_loss(inputs, loss, result))
             run.hyper.advance()

@@ -76,6 +76,7 @@ class Trainer:
         differ between ranks or micro-batches, a value that is not finite (the parameters then stay as they were when clipping or
         skip_nonfinite computes the norm), a rank that failed or was lost.
         """
+        self._ownership.before_step()
         return self._stepping.step(batch)
 
     def accept_any_shape(self) -> None:

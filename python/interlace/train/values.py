@@ -60,7 +60,10 @@ class Values:
         buffers = {b["name"]: b for b in self.run.ir.buffers()}
         for name, t in self._tensors(self._watch).items():
             if name in buffers and (not buffers[name]["changed"] or self._before.get(name) is not t or id(t) in self.written):
-                self.run.executor.tensor(buffers[name]["value"]).copy_(t.detach())
+                storage = self.run.executor.tensor(buffers[name]["value"])
+                storage.copy_(t.detach())
+                if name in self._views:  # which shows what an earlier program left
+                    self._views[name].data = storage
 
     def _tensors(self, watch: Watch) -> dict[str, Tensor]:
         """Tensors that have no memory of the program's, by the names of its buffers."""

@@ -1,0 +1,180 @@
+"""What Python reads of values that a step makes, and only hands on: `meter.update(loss.item())`, `print(f"{loss:.3f}")`, `{"ce": float(ce)}`.
+
+The trace goes on with some number in its place, and is made again with others: all must compute the same. The program then has one more
+op, `call.python` of the loss function's own Python (`Told`), which runs once more, for real, on what the modules gave in the step. Modules in
+which something is read, and those around them, run again, too; the others do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from interlace.capture.constants import NotConstant
+from interlace.capture.inputs import leaves, path_name, rebuild
+from interlace.capture.sites import OUTSIDE, TORCH, Sites, is_user_file
+from interlace.capture.ways import Ways
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+TURNS = 3  # sets of numbers to trace with
+_MOST = 256  # reads of one trace: a loop that waits for a value would not end
+_BETWEEN = (*(TORCH + file.replace("/", os.sep) for file in ("_tensor.py", "_compile.py", "_dynamo/eval_frame.py")), __file__)
+
+
+def around(path: str) -> list[str]:
+    """A module and those that it is in."""
+    return ["", *(path[:i] for i, x in enumerate(path) if x == "."), path]
+
+
+def depends(place: str, module: str) -> str:
+    return (
+        f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a loop on a tensor){module}; a program "
+        "cannot branch on data. Keep the value a tensor (torch.where, masks), or pass fullgraph=False to run that module in Python"
+    )
+
+
+class Reads:
+    """Of one trace. `turn`: the set of numbers that it goes on with, at these `places` (None: all); elsewhere the first one."""
+
+    def __init__(self, sites: Sites, ways: Ways) -> None:
+        self.sites, self.ways, self.allowed, self.turn, self.count = sites, ways, False, 0, 0
+        self.places: Collection[str] | None = None
+        self.taken: dict[str, tuple[str | None, bool]] = {}  # the module, and whether it is a truth value, by "/home/.../train.py:12"
+        self.open: set[str] = set()  # modules
+
+    def number(self, t: Tensor, frame: Any) -> Any:
+        """Of a tensor with one element. Raises NotConstant."""
+        with contextlib.suppress(NotConstant), no_dispatch():
+            return self.ways.constants.number(t)
+        with contextlib.suppress(NotConstant):
+            return self.ways.number(t, self.sites.place())
+        return self.take(t, frame).item()
+
+    def take(self, t: Tensor, frame: Any) -> Any:
+        """An array with something in the place of what a step will hand to Python. Raises NotConstant."""
+        while frame.f_code.co_filename in _BETWEEN:
+            frame = frame.f_back
+        if not (self.allowed and is_user_file(frame.f_code.co_filename)) or self.count >= _MOST:
+            raise NotConstant
+        if not self.count:
+            logging.disable(logging.CRITICAL)
+        place, number, stack = f"{frame.f_code.co_filename}:{frame.f_lineno}", self.count % 32, self.sites.stack_paths
+        self.count += 1
+        self.taken.setdefault(place, (stack[-1] if stack else OUTSIDE, t.dtype == torch.bool))
+        self.open.update(path for path in stack if path != OUTSIDE)
+        turn = self.turn if self.places is None or place in self.places else 0
+        value: float = turn == 1 if t.dtype == torch.bool else (1, 0 if t.dim() else 3, 1 if t.dim() else 2)[turn]
+        if t.dtype.is_floating_point:
+            most = torch.finfo(t.dtype).max / 2
+            value = (0.7, min(1e10, most), max(-1e10, -most))[turn] * (1 + (0.01, -0.01, 0.02)[turn] * number)
+        with _disable_current_modes():
+            return torch.full(tuple(t.shape), value, dtype=t.dtype).numpy()
+
+
+@contextlib.contextmanager
+def reading(reads: Reads) -> Iterator[None]:
+    """numpy(), tolist() and format() of fake tensors, which would read element by element or not at all; and what is printed and logged of
+    numbers that are none goes nowhere."""
+    numpy, tolist, form, level, out = torch.Tensor.numpy, FakeTensor.tolist, torch.Tensor.__format__, logging.root.manager.disable, sys.stdout
+    until = types.SimpleNamespace(write=lambda text: len(text) if reads.count else out.write(text), flush=out.flush, isatty=out.isatty)
+
+    def to_numpy(t: Any, **more: Any) -> Any:
+        with contextlib.suppress(NotConstant):
+            return reads.take(t, sys._getframe(1)) if isinstance(t, FakeTensor) else numpy(t, **more)
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+    def to_format(t: Any, spec: str) -> str:
+        return format(t.item(), spec) if isinstance(t, FakeTensor) and not t.dim() else form(t, spec)
+
+    try:
+        torch.Tensor.numpy, torch.Tensor.__format__ = to_numpy, to_format  # type: ignore[method-assign, assignment]
+        FakeTensor.tolist = lambda t: to_numpy(t).tolist() if t.dim() else t.item()  # type: ignore[method-assign, assignment]
+        with contextlib.redirect_stdout(until):  # type: ignore[type-var]
+            yield
+    finally:
+        del torch.Tensor.numpy  # type: ignore[misc]
+        FakeTensor.tolist, torch.Tensor.__format__ = tolist, form  # type: ignore[method-assign]
+        logging.disable(level)
+
+
+class Told(nn.Module):
+    """A loss function's own Python with the model in it, whose modules do not run, but for those that are open."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, results: list[Any], batch: Any, loss: Tensor, opened: list[str]) -> dict[str, Tensor]:
+        """`results`: of the modules that do not run. Gives the numbers that the loss function gives. Error: the loss is another one."""
+        found = self.again(results, batch, opened)
+        first = found["loss"] if isinstance(found, dict) else found[0] if isinstance(found, (tuple, list)) else found
+        if not torch.allclose(first.detach().float().reshape(()), loss.float(), rtol=0.02, atol=1e-4, equal_nan=True):
+            raise CaptureError(
+                f"a number that the loss function reads (.item(), an `if` on a tensor) had it compute {first.item()}, and the program "
+                f"computes {loss.item()}; keep the value a tensor (torch.where, masks), or pass fullgraph=False to run that in Python"
+            )
+        return {**numbers_in(found), "(told)": torch.tensor(0.0, dtype=torch.float64)}
+
+    def again(self, results: list[Any], batch: Any, opened: list[str]) -> Any:
+        call, left = nn.Module.__call__, iter(results)
+        closed = {id(m) for path, m in self.model.named_modules() if path not in opened}
+        given = lambda m, *args, **named: next(left) if id(m) in closed else call(m, *args, **named)  # noqa: E731
+        nn.Module.__call__ = given  # type: ignore[method-assign]
+        try:
+            return self.loss_fn(self.model, batch)
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def numbers_in(result: Any) -> dict[str, Tensor]:
+    """Beside the loss, by the names that outputs have."""
+    rest = result if isinstance(result, dict) else dict(enumerate(result)) if isinstance(result, (tuple, list)) else {}
+    return {path_name(p): torch.tensor(float(x), dtype=torch.float64) for p, x in leaves(rest) if type(x) in (bool, int, float)}
+
+
+class Hidden(CaptureError):
+    """A module, at this path, gives an object of a class with tensors in it: it runs again itself."""
+
+
+class Telling:
+    """Notes what modules give that are not open, while the model is traced (tracing.OpaqueModules)."""
+
+    def __init__(self, recorder: Any, opened: Collection[str]) -> None:
+        self.opened, self.results, self._recorder, self._inside = opened, list[Any](), recorder, False
+
+    def replaces(self, module: nn.Module) -> bool:
+        path = self._recorder.sites.paths.get(id(module))
+        return not self._inside and path is not None and path not in self.opened
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        self._inside = True
+        try:
+            result = module(*args, **kwargs)
+        finally:
+            self._inside = False
+        if [path for path, _ in leaves(result)] != [path for path, _ in leaves(result, objects=False)]:
+            raise Hidden(self._recorder.sites.paths[id(module)])
+        self.results.append(rebuild(result, {p: self._recorder.snapshot(t) for p, t in leaves(result) if isinstance(t, Tensor)}))
+        return result
+
+    def used(self, values: set[int]) -> set[int]:
+        """Of these values, those that ops outside of such modules read. Error: some of them draw random numbers."""
+        closed = {f"m{i}" for path, (i, _) in self._recorder.sites.modules.items() if path not in self.opened}
+        bodies = [line.rpartition(" {") for line in self._recorder.lines]
+        bodies = [(body, tags) for body, _, tags in bodies if closed.isdisjoint(tags.rstrip("}").split())]
+        if any(" rng=" in tags for _, tags in bodies):
+            raise CaptureError("random numbers are drawn beside what is read")
+        return values.intersection(int(n) for body, _ in bodies for n in re.findall(r"%(\d+)\b", body.partition(" = ")[2] or body))

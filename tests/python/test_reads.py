@@ -1,0 +1,271 @@
+"""Numbers that a loss function or a model reads of what a step computes, and only hands on: those of each step, as in eager mode."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import interlace
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+F = nn.functional
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum = self.count = self.average = 0.0
+
+    def update(self, value: float, n: int) -> None:
+        self.sum += value * n
+        self.count += n
+        self.average = self.sum / self.count
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.norms, self.last = nn.Linear(16, 4), nn.Parameter(torch.ones(())), [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * self.scale
+        if type(self).reads:
+            self.norms.append(y.norm().item())
+            self.last = float(self.scale)
+        return y
+
+    reads = False
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.drop = nn.Linear(8, 16), Head(), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.first(x))))
+
+
+def batch(step: int, rank: int = 0, rows: int = 8) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(10 * step + rank)
+    return {"x": torch.randn(rows, 8, generator=g), "y": torch.randint(4, (rows,), generator=g)}
+
+
+def appended(kept: list[Any]) -> Any:
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        kept.append(loss.item())
+        return loss
+
+    return loss_fn
+
+
+def metered(kept: list[Any]) -> Any:
+    meter, criterion = Meter(), nn.CrossEntropyLoss()
+    kept.append(meter)
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        out = model(b["x"])
+        meter.update((out.argmax(1) == b["y"]).float().mean().item(), len(b["y"]))
+        return criterion(out, b["y"])
+
+    return loss_fn
+
+
+def printed(kept: list[Any]) -> Any:
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        print(f"{loss:.4f} {loss.item():.3f} {math.exp(loss):.2f}")
+        logging.getLogger("test_reads").warning("loss %.3f", loss)
+        return loss
+
+    return loss_fn
+
+
+def returned(kept: list[Any]) -> Any:
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Any:
+        out = model(b["x"])
+        loss = F.cross_entropy(out, b["y"])
+        return loss, {"ce": loss.item(), "percent": 100 * float((out.argmax(1) == b["y"]).float().mean()), "name": "some"}
+
+    return loss_fn
+
+
+def arrays(kept: list[Any]) -> Any:
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        out = model(b["x"])
+        kept.append(round(float(out.detach().cpu().numpy().mean()), 5))
+        kept.append(out.argmax(1).tolist())
+        return F.cross_entropy(out, b["y"])
+
+    return loss_fn
+
+
+def best(kept: list[Any]) -> Any:
+    """What Python decides by numbers concerns Python alone."""
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        if torch.isnan(loss):
+            raise FloatingPointError
+        if not kept or loss.item() < kept[-1]:
+            kept.append(loss.item())
+        return loss
+
+    return loss_fn
+
+
+def of_a_weight(kept: list[Any]) -> Any:
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        kept.append(round(model.first.weight.detach().norm().item(), 4))
+        return F.cross_entropy(model(b["x"]), b["y"])
+
+    return loss_fn
+
+
+def within(kept: list[Any]) -> Any:
+    """In a module of the model."""
+    return lambda model, b: F.cross_entropy(model(b["x"]), b["y"])
+
+
+KINDS = [appended, metered, printed, returned, arrays, best, of_a_weight, within]
+
+
+def values(kept: list[Any], model: Net) -> Any:
+    flat = [vars(k) if isinstance(k, Meter) else k for k in kept]
+    return flat, model.head.norms, model.head.last
+
+
+def made(kind: Callable[[list[Any]], Any]) -> tuple[Net, torch.optim.Optimizer, list[Any], Any]:
+    Head.reads = kind is within
+    torch.manual_seed(0)
+    model, kept = Net(), list[Any]()
+    model.drop.p = 0.0
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2), kept, kind(kept)
+
+
+def theirs(kind: Callable[[list[Any]], Any], accumulation: int) -> tuple[list[float], Any]:
+    model, optimizer, kept, loss_fn = made(kind)
+    losses = []
+    for step in range(5):
+        optimizer.zero_grad()
+        total = 0.0
+        for i in range(accumulation):
+            rows = 8 // accumulation
+            found = loss_fn(model, {k: v[i * rows : (i + 1) * rows] for k, v in batch(step).items()})
+            loss = found[0] if isinstance(found, tuple) else found
+            (loss / accumulation).backward()
+            total += loss.item() / accumulation
+            if isinstance(found, tuple):
+                kept.append([found[1]["ce"], found[1]["percent"]])
+        optimizer.step()
+        losses.append(total)
+    with torch.no_grad():
+        loss_fn(model.eval(), batch(9))
+    return losses, values(kept, model)
+
+
+def ours(kind: Callable[[list[Any]], Any], **config: Any) -> tuple[list[float], Any]:
+    rank, _ = parity.rank_and_size()
+    model, optimizer, kept, loss_fn = made(kind)
+    config = {"schedule": [], "cache": "off"} | config
+    losses = []
+    with interlace.compile(model, optimizer, loss_fn, batch(0, rank), interlace.Config(**config)) as trainer:
+        for step in range(5):
+            losses.append(trainer.step(batch(step, rank)).item())
+            if kind is returned:
+                kept += [[ce.item(), p.item()] for ce, p in zip(trainer.outputs["1.ce"], trainer.outputs["1.percent"], strict=True)]
+        assert set(trainer.evaluate(batch(9, rank))) == {"loss", *(["1.ce", "1.percent"] if kind is returned else [])}
+        (row,) = [r for r in trainer.summary()["opaque"] if r["runs"] >= 5]
+        assert "numbers are read at" in row["why"]
+    return losses, values(kept, model)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_the_numbers_are_those_of_each_step(kind: Any, accumulation: int, capsys: Any, caplog: Any) -> None:
+    losses, kept = theirs(kind, accumulation)
+    said, logged = capsys.readouterr().out, [r.getMessage() for r in caplog.records]
+    caplog.clear()
+    found, mine = ours(kind, accumulation=accumulation)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert capsys.readouterr().out == said
+    assert [r.getMessage() for r in caplog.records if r.name == "test_reads"] == logged
+    torch.testing.assert_close(mine, kept, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["shard", "replicate"])
+def test_each_ranks_are_its_own(strategy: str) -> None:
+    for kind in (appended, of_a_weight, within):
+        for rank, (losses, kept) in enumerate(ranks.run(ours, 2, kind, strategy=strategy)):
+            if kind is appended:
+                assert kept[0][:-1] == pytest.approx(losses, rel=1e-5), rank
+            else:
+                assert len(kept[0] or kept[1]) == 6
+
+
+def test_a_captured_text_of_another_start(tmp_path: Any) -> None:
+    for _ in range(2):
+        losses, kept = ours(appended, cache=str(tmp_path))
+        assert kept[0][:-1] == pytest.approx(losses, rel=1e-6)
+
+
+def halved(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+    loss = F.cross_entropy(model(b["x"]), b["y"])
+    return loss * 0.5 if loss.item() > 1.0 else loss
+
+
+def scaled(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+    loss = F.cross_entropy(model(b["x"]), b["y"])
+    return loss / loss.item()
+
+
+def made_again(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+    out = model(b["x"])
+    return F.cross_entropy(out, b["y"]) + torch.from_numpy(out.detach().numpy()).sum()
+
+
+def dropped(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+    loss = F.cross_entropy(F.dropout(model(b["x"]), 0.5), b["y"])
+    print(loss.item())
+    return loss
+
+
+@pytest.mark.parametrize("loss_fn", [halved, scaled, made_again, dropped], ids=lambda f: f.__name__)
+def test_what_is_computed_with_them_is_refused_by_line(loss_fn: Any) -> None:
+    model, optimizer, _, _ = made(appended)
+    line = loss_fn.__code__.co_firstlineno + 2
+    with pytest.raises(CaptureError, match=rf"test_reads\.py:{line}: the model reads a tensor's value"):
+        interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(cache="off"))
+
+
+def test_a_number_that_decides_later_stops_the_step() -> None:
+    """What the numbers that the trace was made with did not show."""
+    model, optimizer, _, _ = made(appended)
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        return loss * 2 if 1.0 < loss.item() < 2.0 else loss
+
+    trainer = interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off"))
+    with pytest.raises(Exception, match=r"a number that the loss function reads .* had it compute .*fullgraph=False"):
+        trainer.step(batch(0))
+
+
+def test_a_metric_that_is_no_number_stops_nothing() -> None:
+    model, optimizer, _, _ = made(appended)
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Any:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        return {"loss": loss, "none": loss.detach() / 0 - loss.detach() / 0}
+
+    with interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off")) as trainer:
+        assert trainer.step(batch(0)).isfinite()
