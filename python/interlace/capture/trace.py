@@ -294,8 +294,8 @@ class Trace:
                 if getattr(node, "variable", None) is t:
                     raise CaptureError(
                         f"{line}: a tensor of shape {tuple(t.shape)} that requires gradients is not part of the model; make it an "
-                        "nn.Parameter of the model (a loss with parameters must be a module of the model), use it under torch.no_grad() where it is not "
-                        "trained, or compile first the network that it belongs to (a GAN's discriminator, say)"
+                        "nn.Parameter of the model (a loss with parameters must be a module of the model), use it under torch.no_grad() "
+                        "where it is not trained, or compile first the network that it belongs to (a GAN's discriminator, say)"
                     )
         fakes: Any = [p.fake for p in params]
         grads = with_left(torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True), fakes)
