@@ -2,6 +2,8 @@
 // allocator, so that they lie in the plan like those of other operators.
 #include "runtime/cpu_products.h"
 
+#include <ATen/Context.h>
+
 namespace at::native {
 // Exported by torch without a header: result = beta result + alpha a b, in result's memory.
 [[gnu::weak]] void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& result, float beta, float alpha);
@@ -24,7 +26,7 @@ bool OneDnnPays(int64_t operations) {
 #if defined(__x86_64__) && defined(__GNUC__)
   static const bool found =
       at::native::mkldnn_matmul != nullptr && __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
-  return found && operations >= kLeast;
+  return found && operations >= kLeast && at::globalContext().userEnabledMkldnn();  // torch.backends.mkldnn
 #else
   (void)operations;
   return false;
