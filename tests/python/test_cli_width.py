@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
+from commands import Command
 from simulation_support import captured, sharded
 
 from interlace.cli.console import fitted
@@ -25,7 +27,7 @@ COMMANDS = [
 
 
 def on_a_terminal(*command: str, columns: int = COLUMNS) -> str:
-    """What Python prints there, without colours."""
+    """What a command prints there, or Python ("-c"), without colours."""
     master, slave = os.openpty()
     said: list[bytes] = []
 
@@ -36,12 +38,17 @@ def on_a_terminal(*command: str, columns: int = COLUMNS) -> str:
 
     reader = threading.Thread(target=read)
     reader.start()
-    done = subprocess.run([sys.executable, *command], stdout=slave, stderr=subprocess.PIPE, text=True,
-                          env=os.environ | {"COLUMNS": str(columns), "TERM": "xterm"})  # fmt: skip
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
+    if command[0] == "-c":
+        done: Any = subprocess.run([sys.executable, *command], stdout=slave, stderr=subprocess.PIPE, text=True, env=environment)
+        error = done.stderr
+    else:
+        done = Command(*command, env=environment, stdout=slave)
+        error = done.communicate()[1]
     os.close(slave)
     reader.join()
     os.close(master)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, error
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(said).decode().replace("\r", ""))
 
 
@@ -58,7 +65,7 @@ def folder(tmp_path_factory):
 def test_80_columns(folder, monkeypatch, commands):
     monkeypatch.chdir(folder)
     for command in commands:
-        found = on_a_terminal("-m", "interlace.cli", *command.split())
+        found = on_a_terminal(*command.split())
         assert max(map(len, found.splitlines()), default=0) <= COLUMNS, found
     assert found.count("\n") > 2
 

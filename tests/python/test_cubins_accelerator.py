@@ -236,16 +236,22 @@ def bodies_with(caplog: pytest.LogCaptureFixture, cache: str, reason: str, **set
     assert run["losses"] == train("vit", "soft", cache, regions="off")["losses"]
 
 
-def test_devices_of_8_x_run_what_is_made_for_8_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of ALL for CPUs."""
+    made = ready(funcs(*ALL), "on", tmp_path_factory.mktemp("functions"), print)
+    assert made is not None
+    return made.path
+
+
+def test_devices_of_8_x_run_what_is_made_for_8_0(functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, target in ((86, "sm_80"), (89, "sm_80"), (90, "sm_90")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: divmod(c, 10))
         assert cuda.target_of(torch.device("cuda")) == target
     known = funcs(*ALL)
-    functions = ready(known, "on", tmp_path, print)
-    assert functions is not None
     with soft_cuda.driven(tmp_path) as driver:
         regions = cuda.cubins(known, "sm_80", tmp_path, print).regions
-        driver.know(regions, known, ctypes.CDLL(str(functions.path)))
+        driver.know(regions, known, ctypes.CDLL(str(functions)))
         driver.capability(89)
         assert _runtime.Cubins("sm_80", "soft:0", regions).refused() == {}
         with pytest.raises(_runtime.Error, match="kernels are for sm_90, and soft:0 is sm_80"):
@@ -281,17 +287,15 @@ def test_devices_without_kernels_run_bodies(tmp_path: Path, caplog: pytest.LogCa
     trainer.close()
 
 
-def test_the_comparison_on_a_device_finds_a_wrong_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_on_a_device_finds_a_wrong_kernel(functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """bench/cubins_run.py, which has no device elsewhere."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
     import cubins_run
 
     known = funcs(*ALL)
-    functions = ready(known, "on", tmp_path, print)
-    assert functions is not None
     with soft_cuda.driven(tmp_path) as driver:
         found = cuda.cubins(known, "sm_90", tmp_path, print)
-        driver.know(found.regions, known, ctypes.CDLL(str(functions.path)))
+        driver.know(found.regions, known, ctypes.CDLL(str(functions)))
         assert cubins_run.compare_on_device(known, found, torch.device("soft:0")) == {"f0": "", "f1": "", "f2": ""}
         kernel = next(region for region in found.regions if region.key == known[0]["key"][:16]).kernels[0]
         kernel.takes[:2] = kernel.takes[1::-1]  # operands in another order

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +69,10 @@ def test_plans_are_made_without_torch_from_written_layers(tmp_path):
 
 def test_written_layers_give_the_plan_of_the_model(tmp_path):
     size = ("--cluster", "l4-24gb-2", "--global-batch", "16", "--seq", "64", "--dtype", "float32", "--json")
-    done = command((), tmp_path, "plan", "llama-tiny", "--seq", "64", "--dtype", "float32", "--write-layers", "tiny.layers")
+    words = ("plan", "llama-tiny", "--seq", "64", "--dtype", "float32", "--write-layers", "tiny.layers")
+    done = commands.run(*words, cwd=tmp_path)
     assert done.returncode == 0 and "next: interlace plan tiny.layers" in done.stdout, done.stderr
-    written, named = (json.loads(command((), tmp_path, "plan", model, *size).stdout) for model in ("tiny.layers", "llama-tiny"))
+    written, named = (json.loads(commands.run("plan", model, *size, cwd=tmp_path).stdout) for model in ("tiny.layers", "llama-tiny"))
     assert written["plans"][0]["plan"]["stages"] == named["plans"][0]["plan"]["stages"]
     assert written["plans"][0]["plan"]["step_us"] == named["plans"][0]["plan"]["step_us"]
 

@@ -398,23 +398,32 @@ def test_times_add_up_to_a_step() -> None:
     assert [row["us"] for row in times.rows().values()] == [pytest.approx(2.5), pytest.approx(2.5)]
 
 
-def test_ranks_that_a_launcher_started_measure_for_later_starts(tmp_path: Path) -> None:
+def launched(*words: str) -> list[subprocess.CompletedProcess[str]]:
+    """Two ranks with the environment that another launcher gives, each as it ended."""
+    port = free_port()
+    places = [{**os.environ, **rank_environment(rank, 2, port, 1), PARENT: ""} for rank in range(2)]
+    started = [commands.Command("profile", *words, env=place) for place in places]
+    said = [process.communicate() for process in started]
+    return [subprocess.CompletedProcess(words, p.returncode or 0, *both) for p, both in zip(started, said, strict=True)]
+
+
+def by_torchrun(*words: str) -> list[subprocess.CompletedProcess[str]]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "interlace.cli"]
+    return [subprocess.run([*start, "profile", *words], capture_output=True, text=True, timeout=240)]
+
+
+@pytest.mark.parametrize("launch", [launched, pytest.param(by_torchrun, marks=pytest.mark.soak)])
+def test_ranks_that_a_launcher_started_measure_for_later_starts(launch: Any, tmp_path: Path) -> None:
     options = ["--model", "llama-tiny", "--seq", "32", "--micro-batch", "1", "--budget", "0.2", "--json"]
     options += ["--store", str(tmp_path / "p.sqlite")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched = subprocess.run(
-        [*torchrun, "-m", "interlace.cli", "profile", *options], capture_output=True, text=True, timeout=240
-    )
-    assert launched.returncode == 0, launched.stderr
-    facts = json.loads(launched.stdout)  # of rank 0 alone
+    ended = launch(*options)
+    assert all(rank.returncode == 0 for rank in ended), ended
+    facts = json.loads("".join(rank.stdout for rank in ended))  # of rank 0 alone
     assert facts["program_ops"] == facts["program_ops_known"] > 30 and facts["measured_now"] > 60
     again, _ = profiled(*options[:-3], *options[-2:], "--ranks", "2")
     assert again["measured_now"] == 0
-    port = free_port()
-    places = [{**os.environ, **rank_environment(rank, 2, port, 1), PARENT: ""} for rank in range(2)]  # as another launcher would
-    for refused in [commands.Command("profile", *options, "--ranks", "3", env=place) for place in places]:
-        _, err = refused.communicate()
-        assert refused.returncode != 0 and "--ranks 3, but the launcher started 2" in err, err
+    for refused in launch(*options, "--ranks", "3"):
+        assert refused.returncode != 0 and "--ranks 3, but the launcher started 2" in refused.stderr, refused
 
 
 def test_a_collective_takes_until_the_last_rank_has_it() -> None:

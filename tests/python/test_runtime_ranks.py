@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from runtime_support import Run, capture, language_loss, llama, tokens
+from torch import nn
 
 STEPS = 3
 KINDS = ("shard", "replicate", "zero1")
@@ -33,9 +28,8 @@ def axis(rank: int, size: int) -> dict:
     return {"name": "dp", "rank": rank, "size": size, "backend": "tcp", "native": group.group_name}
 
 
-def train(rank: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+def train() -> dict:
+    rank, size = dist.get_rank(), dist.get_world_size()
     model = model_in_float64()
     optimizer = torch.optim.AdamW(model.parameters())
     captured = capture(model, language_loss, batches(1)[0], optimizer=optimizer)
@@ -59,9 +53,7 @@ def train(rank: int, size: int, folder: str) -> None:
                 params = {k: v.clone() for k, v in run.params().items()}
                 stats = run.executor.stats()
                 results[kind, micro, mode] = {"losses": losses, "norms": norms, "params": params, "stats": stats}
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 def reference(rows: int) -> tuple[list[float], list[float], nn.Module]:
@@ -84,25 +76,24 @@ def reference(rows: int) -> tuple[list[float], list[float], nn.Module]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_agree_with_each_other_and_with_one_process(size: int, tmp_path: Path) -> None:
-    mp.spawn(train, args=(size, str(tmp_path)), nprocs=size)
-    ranks = [torch.load(tmp_path / f"rank{r}.pt") for r in range(size)]
-    for case, mine in ranks[0].items():
+def test_ranks_agree_with_each_other_and_with_one_process(size: int) -> None:
+    found = ranks.run(train, size)
+    for case, mine in found[0].items():
         _, micro, mode = case
         losses, norms, model = reference(size * micro)
         for step in range(STEPS):
-            mean = sum(sum(r[case]["losses"][step]) for r in ranks) / (size * micro)
+            mean = sum(sum(r[case]["losses"][step]) for r in found) / (size * micro)
             assert mean == pytest.approx(losses[step], rel=1e-9), case
             assert mine["norms"][step] == pytest.approx(norms[step], rel=1e-9), case
         for name, value in mine["params"].items():
             assert torch.allclose(value, model.get_parameter(name), rtol=1e-7, atol=1e-9), (case, name)
-            for other in ranks[1:]:
+            for other in found[1:]:
                 assert torch.equal(value, other[case]["params"][name]), (case, name)
             # Bits: the same at equal ranks and equal accumulation setting, however it is sharded.
-            assert torch.equal(value, ranks[0]["shard", micro, mode]["params"][name]), (case, name)
-        for r in ranks:
-            assert r[case]["norms"] == ranks[0]["shard", micro, mode]["norms"]
+            assert torch.equal(value, found[0]["shard", micro, mode]["params"][name]), (case, name)
+        for r in found:
+            assert r[case]["norms"] == found[0]["shard", micro, mode]["norms"]
             assert r[case]["stats"]["copied_bytes"] == 0, case
             assert r[case]["stats"]["bytes_sent"] > 0
-    shard, full = (ranks[0][kind, 1, "reduce_each"]["stats"]["persistent_bytes"] for kind in ("shard", "replicate"))
+    shard, full = (found[0][kind, 1, "reduce_each"]["stats"]["persistent_bytes"] for kind in ("shard", "replicate"))
     assert shard < full
