@@ -78,7 +78,7 @@ def drawn(seed: int, size: int) -> dict[str, Any]:
         config["schedule"] = [(0, passes)] if draw.random() < 0.5 else [(0, []), (one(2, 5), passes)]
     model = one("llama", "tied", "deep", "gpt2", "qwen3", "mixtral", "t5", "vit")
     kind = one("adamw", "adamw", "sgd", "adam", "nadam", "lion", "amsgrad", "adafactor")
-    if model == "vit" and kind == "lion":  # a key's bias has a gradient of rounding alone, and Lion takes its sign
+    if model in ("vit", "gpt2") and kind == "lion":  # a key's bias has a gradient of rounding alone, and Lion takes its sign
         kind = "adamw"
     between = {name: draw.randrange(1, STEPS - 1) for name in ("evaluate", "save", "freeze") if draw.random() < 0.3}
     form = one("", "", "rows", "length")
