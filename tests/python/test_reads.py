@@ -327,3 +327,20 @@ def test_an_evaluation_between_steps_is_no_change(caplog: Any) -> None:
             trainer.step(batch(step))
             trainer.evaluate(batch(9))
     assert len(kept) == 6 and not [r for r in caplog.records if "compiling again" in r.getMessage()]
+
+
+def staged() -> tuple[list[float], str]:
+    """What a model keeps is nothing that a pipeline could not be made of; numbers are read by no stage."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Codes(), nn.Tanh(), nn.Linear(4, 4))
+    settings = interlace.Config(mesh={"pp": 2}, accumulation=2, cache="off")
+    with interlace.compile(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).square().mean(), batch(0)["x"], settings) as trainer:
+        losses = [trainer.step(batch(0)["x"]).item()]
+    with pytest.raises(interlace.InterlaceError, match="the model reads a tensor's value") as error:
+        interlace.compile(*made(appended)[:2], appended([]), batch(0), settings)
+    return losses, str(error.value)
+
+
+def test_stages_of_a_pipeline() -> None:
+    for losses, said in ranks.run(staged, 2):
+        assert math.isfinite(losses[0]) and "test_reads.py" in said

@@ -174,7 +174,7 @@ def _whole(
 
         found = trace()
         try:
-            found.recorder.reads.allowed = fullgraph and not symbolic and casts.param is None
+            found.recorder.reads.allowed = fullgraph and not symbolic and casts.param is None and watch.tells
             found = _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
