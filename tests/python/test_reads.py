@@ -131,12 +131,23 @@ def of_a_weight(kept: list[Any]) -> Any:
     return loss_fn
 
 
+def tensors(kept: list[Any]) -> Any:
+    """A list that the script joins at the end of an epoch."""
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        out = model(b["x"])
+        kept.append(out.detach().cpu())
+        return F.cross_entropy(out, b["y"])
+
+    return loss_fn
+
+
 def within(kept: list[Any]) -> Any:
     """In a module of the model."""
     return lambda model, b: F.cross_entropy(model(b["x"]), b["y"])
 
 
-KINDS = [appended, metered, printed, returned, arrays, best, of_a_weight, within]
+KINDS = [appended, metered, printed, returned, arrays, best, of_a_weight, tensors, within]
 
 
 def values(kept: list[Any], model: Net) -> Any:
@@ -218,6 +229,44 @@ def test_a_captured_text_of_another_start(tmp_path: Any) -> None:
         assert kept[0][:-1] == pytest.approx(losses, rel=1e-6)
 
 
+class Codes(nn.Module):
+    """Counts in buffers, and keeps how evenly codes are used for whoever looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.evenness = nn.Linear(8, 4), None
+        self.register_buffer("used", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        with torch.no_grad():
+            self.used += F.one_hot(y.argmax(1), 4).float().sum(0)
+            self.evenness = (self.used / self.used.sum()).var()
+            self.first = y.detach()[0]
+        return y
+
+
+def test_what_a_model_keeps_for_a_script() -> None:
+    """Attributes that are None, or missing, before the first step."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, seen = Codes(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_fn = lambda model, b: F.cross_entropy(model(b["x"]), b["y"])  # noqa: E731
+        trainer = interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off")) if compiled else None
+        for step in range(4):
+            if trainer is None:
+                optimizer.zero_grad()
+                loss_fn(model, batch(step)).backward()
+                optimizer.step()
+            else:
+                trainer.step(batch(step))
+            seen += [model.evenness.clone(), model.first.clone()]
+        found.append([*seen, model.used.clone()])
+    torch.testing.assert_close(found[0], found[1])
+
+
 def halved(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
     loss = F.cross_entropy(model(b["x"]), b["y"])
     return loss * 0.5 if loss.item() > 1.0 else loss
@@ -269,3 +318,29 @@ def test_a_metric_that_is_no_number_stops_nothing() -> None:
 
     with interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off")) as trainer:
         assert trainer.step(batch(0)).isfinite()
+
+
+def test_an_evaluation_between_steps_is_no_change(caplog: Any) -> None:
+    model, optimizer, kept, loss_fn = made(appended)
+    with interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off")) as trainer:
+        for step in range(3):
+            trainer.step(batch(step))
+            trainer.evaluate(batch(9))
+    assert len(kept) == 6 and not [r for r in caplog.records if "compiling again" in r.getMessage()]
+
+
+def staged() -> tuple[list[float], str]:
+    """What a model keeps is nothing that a pipeline could not be made of; numbers are read by no stage."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Codes(), nn.Tanh(), nn.Linear(4, 4))
+    settings = interlace.Config(mesh={"pp": 2}, accumulation=2, cache="off")
+    with interlace.compile(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).square().mean(), batch(0)["x"], settings) as trainer:
+        losses = [trainer.step(batch(0)["x"]).item()]
+    with pytest.raises(interlace.InterlaceError, match="the model reads a tensor's value") as error:
+        interlace.compile(*made(appended)[:2], appended([]), batch(0), settings)
+    return losses, str(error.value)
+
+
+def test_stages_of_a_pipeline() -> None:
+    for losses, said in ranks.run(staged, 2):
+        assert math.isfinite(losses[0]) and "test_reads.py" in said

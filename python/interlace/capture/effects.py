@@ -204,6 +204,12 @@ def begins(change: Change) -> bool:
     return bool(held) and all(isinstance(leaf, Tensor) for leaf in held)
 
 
+def kept_of(change: Change) -> list[Tensor]:
+    """The tensors that are where there was nothing, or behind what a list has."""
+    new = change.after if begins(change) else list(change.after[len(change.before) :]) if grows(change) else []
+    return [leaf for _, leaf in leaves(new) if isinstance(leaf, Tensor)]
+
+
 @contextlib.contextmanager
 def as_after(changes: list[Change], real: Callable[[Tensor], Tensor | None], many: bool = False) -> Iterator[list[Change]]:
     """The model's attributes as its run left them, for another run; gives the changes that could be made. `real`: what a fake tensor holds,

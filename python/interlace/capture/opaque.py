@@ -269,11 +269,13 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
 # ---- while tracing ----
 
 
-def told_call(told: Told, given: tuple, params: list[str], numbers: list[str], region: torch.dtype | None, places: str) -> OpaqueCall:
+def told_call(
+    told: Told, given: tuple, params: list[str], buffers: list[str], numbers: list[str], region: torch.dtype | None, places: str
+) -> OpaqueCall:  # fmt: skip
     """The call of a loss function's Python that only hands on what it reads (reads.py)."""
     inputs, outputs = [(p, Meta.of(t)) for p, t in tensor_leaves((given, {}))], [((name,), Meta(torch.float64, ())) for name in numbers]
     why, call = f"numbers are read at {places}", _arguments(TOLD, (given, {}))
-    return OpaqueCall(TOLD, TOLD, why, flags_of(told), call, inputs, params, [], [], None, outputs, False, False, region, [])
+    return OpaqueCall(TOLD, TOLD, why, flags_of(told), call, inputs, params, buffers, [], None, outputs, False, False, region, [])
 
 
 class OpaqueTrace:

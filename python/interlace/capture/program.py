@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -16,7 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture import caches
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
-from interlace.capture.effects import as_after, begins, drawing_line, generators, grows, kept_generators, refusal
+from interlace.capture.effects import as_after, begins, drawing_line, generators, grows, kept_generators, kept_of, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.loss import LossForm
@@ -25,7 +27,7 @@ from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Un
 from interlace.capture.own_draws import RATHER
 from interlace.capture.reads import TURNS, Hidden, Telling, around, depends
 from interlace.capture.real_run import Resized, grow
-from interlace.capture.sites import OUTSIDE
+from interlace.capture.sites import OUTSIDE, is_installed
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
 from interlace.capture.watch import Change, Watch
@@ -33,6 +35,7 @@ from interlace.capture.ways import Way
 from interlace.capture.writes import FrozenWritten
 from interlace.errors import CaptureError
 
+log = logging.getLogger("interlace")
 Tensor = torch.Tensor
 
 
@@ -171,7 +174,7 @@ def _whole(
 
         found = trace()
         try:
-            found.recorder.reads.allowed = fullgraph and not symbolic and casts.param is None
+            found.recorder.reads.allowed = fullgraph and not symbolic and casts.param is None and watch.tells
             found = _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
@@ -280,7 +283,20 @@ def _watched(
             if not trace.begun:
                 raise
             _run_again(trace, again, loss_fn, batch, [c for c in values if c not in trace.begun], real, kept, many)
-    return _telling(trace, again, run) if trace.recorder.reads.taken or trace.begun else trace
+    if trace.recorder.reads.taken or trace.begun:
+        return _telling(trace, again, run)
+    seen = [c for c in values if trace.recorder.reads.allowed and (new := kept_of(c)) and any(real(t) is None for t in new)]
+    trace.begun = [c for c in seen if c.owner is None or not in_library(trace, c.owner)]
+    try:
+        trace = _telling(trace, again, run) if trace.begun else trace
+    except CaptureError as e:  # only somebody else would look at it
+        log.warning("%s keeps tensors of a step, which none of the compiled steps does: %s", trace.begun[0].where, e.__cause__ or e)
+    trace.begun = []
+    return trace
+
+
+def in_library(trace: Trace, path: str) -> bool:
+    return is_installed(sys.modules[type(trace.model.get_submodule(path)).__module__].__file__ or "")
 
 
 def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], Any]) -> Trace:
@@ -329,7 +345,7 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
         except CaptureError as e:
             why = f" ({e})"
     if trace.begun:
-        raise refusal(trace.begun)
+        raise CaptureError(f"{refusal(trace.begun)}{why}")
     trace.sites.failed = reads.taken[place][0]
     raise CaptureError(depends(place, trace.module()) + why)
 

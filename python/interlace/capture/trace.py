@@ -314,34 +314,43 @@ class Trace:
             raise CaptureError("the loss depends on no trainable parameter")
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
+        opened = self.told.opened if self.told is not None else ()
+        inside = [t for t in self.tensors if t.kind == "buffer" and t.name.rpartition(".")[0] in opened and isinstance(t.fake, Tensor)]
+        buffers = {f"model.{t.name}": self.recorder.snapshot(t.fake) for t in inside}  # type: ignore[arg-type]
         result = self._result(loss_fn, batch)
         self.outputs.update(outputs_of(result, numbers=not self.recorder.reads.taken))
         if not self.outputs["loss"].requires_grad:
             raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
         if self.told is not None:
-            self._tell(loss_fn, batch, self.told)
+            self._tell(loss_fn, batch, self.told, buffers)
 
-    def _tell(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any, telling: Telling) -> None:
-        """Has the loss function's Python run in each step on what modules gave; tries it."""
+    def _tell(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any, telling: Telling, buffers: dict[str, Tensor]) -> None:
+        """Has the loss function's Python run in each step on what modules gave; tries it. `buffers`: of its modules, as a step begins."""
         rec, told, opened = self.recorder, Told(self.model, loss_fn), sorted(telling.opened)
         used = telling.used({self.ids[id(t)] for t in self.tensors if t.kind == "param"})
         params: dict[str, Any] = {f"model.{t.name}": t.fake for t in self.tensors if self.ids[id(t)] in used}
         given = (telling.results, batch, self.outputs["loss"].detach(), opened)
-        operands = [*(t for _, t in tensor_leaves(given)), *params.values()]
+        operands = [*(t for _, t in tensor_leaves(given)), *params.values(), *buffers.values()]
         begin = max(rec.value_of(t) for t in operands), len(rec.lines)  # their views are there by now
+        objects: list[Any] = [*rec._entries.values(), *rec._storages.values()]
+        known = [(x, {name: getattr(x, name) for name in x.__slots__}) for x in objects]
         with torch.no_grad():
             numbers = list(numbers_in(told.again(telling.results, batch, opened)))
         del rec.lines[begin[1] :]
+        for x, values in known:  # what that run has written is as it was
+            for name, value in values.items():
+                setattr(x, name, value)
         numbers += [] if self.model.training else [TOLD]  # what only evaluates keeps what gives an output
         region = torch.get_autocast_dtype(rec.device) if self.casts.autocast else None
-        call = told_call(told, given, list(params), numbers, region, ", ".join(rec.reads.taken))
+        call = told_call(told, given, list(params), list(buffers), numbers, region, ", ".join(rec.reads.taken))
         self.opaque_calls = {TOLD: [call]}
         results = rec.call_python(TOLD, "forward", operands, [(m.dtype, m.size) for _, m in call.outputs], False)
         self.outputs.update(zip(numbers, results, strict=True))
 
     def was_written(self, t: ModelTensor) -> bool:
-        """Of buffers and other tensors."""
-        return id(t) in self._assigned or (t.kind != "param" and t.fake is not None and self.recorder.was_written(t.fake))
+        """Of tensors that are not the model's buffers, and that it reads."""
+        written = id(t) in self._assigned or (t.kind == "plain" and t.fake is not None and self.recorder.was_written(t.fake))
+        return t.kind != "buffer" and written and self._is_read(t)
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""

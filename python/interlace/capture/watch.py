@@ -90,6 +90,7 @@ class Watch:
         """`prefix`: of the names of the loss function's tensors, which those of another one must not have. `known`: ids of tensors that need
         no look."""
         self._reach, self._prefix = Reach(model, loss_fn, known), prefix
+        self.tells = True  # whether a program may call Python for what it hands on (reads.py): stages of a pipeline may not
         self.varies = self._reach.varies
         self.outside = {prefix + where: t for where, t in self._reach.outside.items()}
         self._first = self._later = [get() for get, _ in self._reach.generators]

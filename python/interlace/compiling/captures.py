@@ -101,6 +101,7 @@ class Captures:
                     return text, constants
                 break
             watch = Watch(self.model, self.loss_fn, self.prefix)
+            watch.tells = self.config.stage_ranks == 1
             with reads_of(holders) as read:
                 captured, text, constants = self._captured(micro_batch, watch)
             drops = [(place, p) for place, p in drops if place not in holders or place in read]

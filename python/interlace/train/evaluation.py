@@ -64,6 +64,7 @@ class Evaluation:
         self._built: dict[Any, list[_Ready]] = {}  # for the ways that batches have taken so far
         self._undecided: set[str] = set()  # as in Captures
         self._calls = 0
+        self.settle: Callable[[], None] = lambda: None
 
     @property
     def structure(self) -> list[str]:
@@ -101,6 +102,8 @@ class Evaluation:
         result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
         run.share_outputs(ready.built.states, result, 1)
         ready.bring_back(run.ir)
+        if TOLD in result["outputs"]:
+            self.settle()
         return {name: values[0] for name, values in result["outputs"].items() if name != TOLD}
 
     def _fitting(self, kept: list[_Ready], inputs: list[list[Tensor]]) -> _Ready | None:

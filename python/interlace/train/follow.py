@@ -103,6 +103,7 @@ class Follow:
         self.values = Values(run, captures.model, self.watch)
         self._look()
         self.values.take(begin=True)
+        evaluation.settle = self._settle
 
     def _look(self, lend: bool = True) -> None:
         """`lend`: the program has what Python has put somewhere, and its own tensors may take their places."""
@@ -243,10 +244,14 @@ class Follow:
         paths = self._opaque[1]
         changes = self.watch.moved() if paths else []
         if changes and paths == {TOLD}:
-            if not any(map(begins, changes)):  # the next step goes on with it
-                self.watch.settle()
+            self._settle()
         elif changes and (paths & {"", LOSS, TAIL} or all(_within(c.owner, paths) for c in changes)):
             self._look()
+
+    def _settle(self) -> None:
+        """What a loss function's Python does with what it reads is no change, but for states that begin: the next step goes on with them."""
+        if not any(map(begins, self.watch.moved())):
+            self.watch.settle()
 
     def take(self, batch: Any, inputs: list[list[Tensor]]) -> None:
         """The program for the ways that a step's batch takes runs; `inputs`: its micro-batches. Every rank must call it. Error: the model's,
