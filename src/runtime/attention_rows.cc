@@ -16,16 +16,14 @@ namespace {
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 
-template <typename V>
-[[gnu::always_inline]] inline V Load(const void* from) {
-  V out;
-  std::memcpy(&out, from, sizeof(out));
-  return out;
+// Vectors are handed over by reference: their registers are those of one instruction set.
+[[gnu::always_inline]] inline void Load(const float* from, Floats& to) {
+  std::memcpy(&to, from, sizeof(to));
 }
 
 // exp(x) for x up to 88, within 2 ulp (Cephes' polynomial); 0 below -87.3, NaN stays. No step of it contracts, so every
 // instruction set gives the same bits.
-[[gnu::always_inline]] inline Floats Exp(Floats x) {
+[[gnu::always_inline]] inline void Exp(const Floats& x, Floats& out) {
   constexpr float kLeast = -87.336544f, kRound = 12582912.0f /* 1.5 * 2^23 */;
   const Floats clamped = x < kLeast ? Floats{} + kLeast : x;
   const Floats shifted = clamped * 1.44269504f + kRound, n = shifted - kRound;
@@ -36,13 +34,13 @@ template <typename V>
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const Ints power = (std::bit_cast<Ints>(shifted) - std::bit_cast<int32_t>(kRound)) << 23;
-  const Floats found = std::bit_cast<Floats>(std::bit_cast<Ints>(p) + power);
-  return x < kLeast ? Floats{} : (x == x ? found : x);
+  const Ints power = (reinterpret_cast<Ints>(shifted) - std::bit_cast<int32_t>(kRound)) << 23;
+  const Floats found = reinterpret_cast<Floats>(reinterpret_cast<Ints>(p) + power);
+  out = x < kLeast ? Floats{} : (x == x ? found : x);
 }
 
 // The sum of 16 lanes in a fixed order.
-[[gnu::always_inline]] inline float Sum(Floats lanes) {
+[[gnu::always_inline]] inline float Sum(const Floats& lanes) {
   float at[kLanes];
   std::memcpy(at, &lanes, sizeof(at));
   for (int64_t half = kLanes / 2; half > 0; half /= 2)
@@ -60,9 +58,11 @@ template <typename T>
 INTERLACE_CLONES float MaskedLargest(float* scores, const float* mask, int64_t n) {
   Floats largest = Floats{} - std::numeric_limits<float>::infinity();
   for (int64_t j = 0; j < n; j += kLanes) {
-    Floats s = Load<Floats>(scores + j);
+    Floats s, more;
+    Load(scores + j, s);
     if (mask != nullptr) {
-      s += Load<Floats>(mask + j);
+      Load(mask + j, more);
+      s += more;
       std::memcpy(scores + j, &s, sizeof(s));
     }
     largest = s > largest ? s : largest;
@@ -83,7 +83,9 @@ double MaskedLargest(double* scores, const double* mask, int64_t n) {
 INTERLACE_CLONES float ExpSum(float* scores, float less, int64_t n) {
   Floats sum{};
   for (int64_t j = 0; j < n; j += kLanes) {
-    const Floats e = Exp(Load<Floats>(scores + j) - less);
+    Floats e;
+    Load(scores + j, e);
+    Exp(e - less, e);
     std::memcpy(scores + j, &e, sizeof(e));
     sum += e;
   }
@@ -98,7 +100,10 @@ double ExpSum(double* scores, double less, int64_t n) {
 INTERLACE_CLONES float Dot(const float* a, const float* b, int64_t n) {
   Floats sum{};
   int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) sum += Load<Floats>(a + j) * Load<Floats>(b + j);
+  for (Floats x, y; j + kLanes <= n; j += kLanes) {
+    Load(a + j, x), Load(b + j, y);
+    sum += x * y;
+  }
   float found = Sum(sum);
   for (; j < n; ++j) found += a[j] * b[j];
   return found;
