@@ -16,12 +16,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # or threads that wait for 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files of a minute and more, longest first: with --dist loadfile they start first, so that all workers have work to the end.
+# The longest files, longest first: with --dist loadfile they start first, so that all workers have work to the end.
 LONG = (
-    "test_tensor_parallel", "test_parity", "test_cli_train", "test_examples", "test_profile", "test_schedule_bits",
-    "test_host_update", "test_pipeline_training", "test_offload", "test_plan_training", "test_streams", "test_interrupt", "test_plan",
-    "test_transformers_trainer", "test_cli_files", "test_plan_here", "test_cli_resume", "test_hybrid", "test_regions", "test_bench_network",
-    "test_zoo", "test_adding_an_op", "test_faults",
+    "test_regions_beside", "test_parity", "test_regions", "test_tensor_parallel", "test_pipeline_training", "test_schedule_bits",
+    "test_hybrid", "test_examples", "test_rule_loops", "test_offload", "test_profile", "test_precision", "test_reposition",
+    "test_cli_train", "test_schedule", "test_streams", "test_zoo", "test_adding_an_op", "test_cubins", "test_transformers_trainer",
+    "test_host_update", "test_trainer_bits", "test_plan_training", "test_encryption", "test_recompute", "test_trainer",
+    "test_unlike_stages", "test_muon", "test_swap", "test_install", "test_checkpoint", "test_autocast", "test_plan", "test_evaluate",
+    "test_unlike_tensor", "test_capture_features", "test_verify_steps", "test_optimizers", "test_tensor_pass", "test_cache",
+    "test_random_settings", "test_region_driver", "test_report_pages", "test_interrupt",
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def train(case: str, steps: int = STEPS, **config: Any) -> dict[str, Any]:
     rank, _ = parity.rank_and_size()
     model = zoo.build(case, torch.float32)
     opt = parity.make_optimizer("adamw", model)
-    settings = interlace.Config(clip_norm=0.3, timeout_s=60, **config)
+    settings = interlace.Config(clip_norm=0.3, timeout_s=60, **{"cache": "off", **config})  # what is measured here is of this run
     losses, programs = [], []
     with interlace.compile(model, opt, zoo.CASES[case].loss, parity.batch_of(case, 0, rank, 1), settings) as trainer:
         for step in range(steps):
@@ -167,7 +167,7 @@ def test_a_plan_is_made_again_when_memory_becomes_scarce(monkeypatch: pytest.Mon
     model = zoo.build("llama", torch.float32)
     schedule = [(0, []), (6, ["prefetch(limit={limit},profile={profile},cluster={cluster})"])]
     with interlace.compile(
-        model, parity.make_optimizer("adamw", model), zoo.causal_loss, zoo.tokens(2, 0), Config(schedule=schedule)
+        model, parity.make_optimizer("adamw", model), zoo.causal_loss, zoo.tokens(2, 0), Config(schedule=schedule, cache="off")
     ) as trainer:
         for step in range(20):
             if step == 11:
@@ -184,7 +184,7 @@ def test_a_plan_that_was_mispredicted_is_made_again(monkeypatch: pytest.MonkeyPa
     model = zoo.build("llama", torch.float32)
     schedule = [(0, []), (6, ["prefetch(profile={profile},cluster={cluster})"])]
     with interlace.compile(
-        model, parity.make_optimizer("adamw", model), zoo.causal_loss, zoo.tokens(2, 0), Config(schedule=schedule)
+        model, parity.make_optimizer("adamw", model), zoo.causal_loss, zoo.tokens(2, 0), Config(schedule=schedule, cache="off")
     ) as trainer:
         settled = []  # before each step
         for step in range(50):
@@ -226,7 +226,7 @@ def measured_then_given(folder: str) -> list[dict[str, Any]]:
         parity.make_optimizer("adamw", model),
         zoo.causal_loss,
         parity.batch_of("llama", 0, rank, 1),
-        Config(schedule=schedule),
+        Config(schedule=schedule, cache="off"),
     ) as trainer:
         for step in range(7):
             trainer.step(parity.batch_of("llama", step, rank, 1))
@@ -261,7 +261,7 @@ def test_files_that_are_not_there_are_refused_at_the_start(values: dict[str, Any
             parity.make_optimizer("sgd", model),
             zoo.causal_loss,
             zoo.tokens(2, 0),
-            Config(schedule=schedule, **values),
+            Config(schedule=schedule, cache="off", **values),
         )
 
 
@@ -305,7 +305,7 @@ def with_accumulation(mode: str) -> list[dict[str, Any]]:
     for schedule in ([], [(0, []), (6, ["search(profile={profile},cluster={cluster})"])]):
         rank, _ = parity.rank_and_size()
         model = zoo.build("gpt2_dropout", torch.float32)
-        settings = Config(schedule=schedule, accumulation=3, accumulate_mode=mode, clip_norm=0.3)
+        settings = Config(schedule=schedule, cache="off", accumulation=3, accumulate_mode=mode, clip_norm=0.3)
         with interlace.compile(
             model,
             parity.make_optimizer("adamw", model),
@@ -333,7 +333,7 @@ def peaks() -> list[int]:
     found = []
     with interlace.compile(
         model, parity.make_optimizer("adamw", model), zoo.causal_loss, parity.batch_of("llama", 0, rank, 1),
-        Config(schedule=[(0, []), (9, ["prefetch(profile={profile})"])]),
+        Config(schedule=[(0, []), (9, ["prefetch(profile={profile})"])], cache="off"),
     ) as trainer:  # fmt: skip
         for step in range(9):
             trainer.step(parity.batch_of("llama", step, rank, 1))
@@ -366,7 +366,7 @@ def peaks_of_a_search(limit: int | None) -> list[int]:
     found = []
     with interlace.compile(
         model, parity.make_optimizer("adamw", model), zoo.causal_loss, parity.batch_of("llama", 0, rank, 1),
-        Config(schedule=[(0, []), (9, [searching])], memory_limit=limit),
+        Config(schedule=[(0, []), (9, [searching])], memory_limit=limit, cache="off"),
     ) as trainer:  # fmt: skip
         for step in range(14):
             trainer.step(parity.batch_of("llama", step, rank, 1))
