@@ -115,7 +115,8 @@ def test_parameter_written_in_forward():
         return mean(model, b)
 
     fails(
-        "parameter 'fc.weight' is changed in place while the model runs; compute from a copy instead, or change it between two steps "
+        "parameter 'fc.weight' is changed in place while the model runs; compute from a copy instead (`self.weight * self.mask`), or change "
+        "it between two steps "
         "(where only its first run does so, let it run once before interlace.compile)",
         model,
         loss_fn,

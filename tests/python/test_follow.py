@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import interlace
 from interlace.capture.sites import is_installed
@@ -170,7 +171,17 @@ def replaced_module(m: Net) -> None:
     m.last = nn.Linear(6, 3).double()
 
 
-@pytest.mark.parametrize(("change", "said"), [(replaced_parameter, "parameter 'weight' of module 'last'"), (replaced_module, "'last' of")])
+def pruned(m: Net) -> None:
+    prune.l1_unstructured(m.last, "weight", 0.5)
+
+
+SAID = [
+    (replaced_parameter, "parameter 'weight' of module 'last'"), (replaced_module, "'last' of"),
+    (pruned, r"'weight\w*' of module 'last' is .* close it, change the model and compile again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "said"), SAID)
 def test_refused_by_name(change: Callable[[Net], None], said: str) -> None:
     model, loss_fn, _, _ = parts()
     with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch_of(0)) as trainer:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import parity
 import pytest
 import ranks
@@ -142,12 +143,26 @@ def tensors(kept: list[Any]) -> Any:
     return loss_fn
 
 
+def counted(kept: list[Any]) -> Any:
+    """In an array of NumPy's, which traces leave as it was."""
+    matrix = np.zeros((4, 4), dtype=int)
+    kept.append(matrix)
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        out = model(b["x"])
+        for y, found in zip(b["y"].tolist(), out.argmax(1).tolist(), strict=True):
+            matrix[y, found] += 1
+        return F.cross_entropy(out, b["y"])
+
+    return loss_fn
+
+
 def within(kept: list[Any]) -> Any:
     """In a module of the model."""
     return lambda model, b: F.cross_entropy(model(b["x"]), b["y"])
 
 
-KINDS = [appended, metered, printed, returned, arrays, best, of_a_weight, tensors, within]
+KINDS = [appended, metered, printed, returned, arrays, best, of_a_weight, tensors, counted, within]
 
 
 def values(kept: list[Any], model: Net) -> Any:
@@ -344,3 +359,34 @@ def staged() -> tuple[list[float], str]:
 def test_stages_of_a_pipeline() -> None:
     for losses, said in ranks.run(staged, 2):
         assert math.isfinite(losses[0]) and "test_reads.py" in said
+
+
+class Cache:
+    """No plain data: nothing that one rank could send to another."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.t, self.lock = t, lambda: None
+
+
+class Cached(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x), "cache": Cache(x)}
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["left alone", "read"])
+def test_a_model_that_gives_objects(looks: bool) -> None:
+    Head.reads = False
+    torch.manual_seed(0)
+    model, kept = Cached(), []
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        out = model(b["x"])
+        loss = F.cross_entropy(out["logits"] + (out["cache"].t.mean() if looks else 0), b["y"])
+        kept.append(loss.item())
+        return loss
+
+    model.drop.p = 0.0
+    optimizer, settings = torch.optim.SGD(model.parameters(), lr=0.1), interlace.Config(schedule=[], cache="off")
+    with interlace.compile(model, optimizer, loss_fn, batch(0), settings) as trainer:
+        losses = [trainer.step(batch(step)).item() for step in range(3)]
+    assert kept == pytest.approx(losses, rel=1e-6)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -305,11 +306,11 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
     reads = trace.recorder.reads
     reads.open.update(*(around(c.owner) for c in trace.begun if c.owner is not None))
 
-    def traced(turn: int, places: Collection[str] | None = None, tells: bool = False) -> Trace:
+    def traced(turn: int, places: Collection[str] | None = None, tells: bool = False, blank: bool = False) -> Trace:
         second = again()
         its = second.recorder.reads
         its.allowed, its.turn, its.places = True, turn, places
-        second.told = Telling(second.recorder, reads.open) if tells else None
+        second.told = Telling(second.recorder, reads.open, blank) if tells else None
         with kept_generators():
             run(second)
         return second
@@ -331,6 +332,8 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
     else:
         try:
             second = None
+            with contextlib.suppress(CaptureError):
+                second = traced(0, tells=True, blank=True)
             while second is None:
                 try:
                     second = traced(0, tells=True)

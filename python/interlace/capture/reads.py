@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from interlace.capture.constants import NotConstant
 from interlace.capture.inputs import leaves, path_name, rebuild
 from interlace.capture.sites import OUTSIDE, TORCH, Sites, is_user_file
+from interlace.capture.watch import plain
 from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 
@@ -146,14 +147,15 @@ def numbers_in(result: Any) -> dict[str, Tensor]:
 
 
 class Hidden(CaptureError):
-    """A module, at this path, gives an object of a class with tensors in it: it runs again itself."""
+    """A module, at this path, gives an object of a class: it runs again itself."""
 
 
 class Telling:
     """Notes what modules give that are not open, while the model is traced (tracing.OpaqueModules)."""
 
-    def __init__(self, recorder: Any, opened: Collection[str]) -> None:
-        self.opened, self.results, self._recorder, self._inside = opened, list[Any](), recorder, False
+    def __init__(self, recorder: Any, opened: Collection[str], blank: bool) -> None:
+        """`blank`: what is no tensor nor plain (caches of keys and values) is None among the results; else such a module is Hidden."""
+        self.opened, self.results, self.blank, self._recorder, self._inside = opened, list[Any](), blank, recorder, False
 
     def replaces(self, module: nn.Module) -> bool:
         path = self._recorder.sites.paths.get(id(module))
@@ -165,9 +167,11 @@ class Telling:
             result = module(*args, **kwargs)
         finally:
             self._inside = False
-        if [path for path, _ in leaves(result)] != [path for path, _ in leaves(result, objects=False)]:
+        others = [p for p, x in leaves(result, objects=False) if not (isinstance(x, Tensor) or plain(x))]
+        if others and not self.blank:
             raise Hidden(self._recorder.sites.paths[id(module)])
-        self.results.append(rebuild(result, {p: self._recorder.snapshot(t) for p, t in leaves(result) if isinstance(t, Tensor)}))
+        kept = {p: self._recorder.snapshot(t) for p, t in leaves(result, objects=False) if isinstance(t, Tensor)}
+        self.results.append(rebuild(result, {**kept, **dict.fromkeys(others)}))
         return result
 
     def used(self, values: set[int]) -> set[int]:

@@ -141,6 +141,10 @@ class Watch:
         for change in reversed(found):
             if change.kind != "tensor":
                 change.put(change.before)
+        for p in self._reach.places:  # NumPy's arrays
+            if p.put is None and not isinstance(p.of, Tensor) and isinstance(p.value, bytes) and p.look() != p.value:
+                with contextlib.suppress(TypeError, ValueError):  # one that nobody may write, or with gaps
+                    memoryview(p.of).cast("B")[:] = p.value
         self._later = [get() for get, _ in self._reach.generators]
         for (_, put), state in zip(self._reach.generators, self._first, strict=True):
             put(state)

@@ -286,9 +286,12 @@ class Follow:
         own = {id(p) for p in self.captures.model.parameters()} if changes else ()
         for c in changes:
             if (c.owner is not None and c.kind in ("parameter", "module")) or id(c.before) in own:
+                other = "copy new ones with trainer.load_weights, or compile again"
+                if MISSING in (c.before, c.after):  # torch.nn.utils.prune and parametrize do so
+                    other = "to go on with others (prune, parametrize), take its state_dict(), close it, change the model and compile again"
                 raise InterlaceError(
                     f"{c.where} is {describe(c.after)} now and was {describe(c.before)} when compiled; the trainer has the values of "
-                    "the parameters it was given: copy new ones with trainer.load_weights, or compile again"
+                    f"the parameters it was given: {other}"
                 )
 
     def _write(self, c: Change) -> bool:
