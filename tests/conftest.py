@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "accelerator" in item.keywords and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; INTERLACE_DEVICE=soft is one"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives as long as the tests: a collection of garbage would look at it for a fifth of a second."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
