@@ -16,6 +16,7 @@ from runtime_support import llama
 
 import interlace
 
+KERNELS = {"kernels": "torch"}  # those that the software accelerator has, too
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 OUT = ["offload_sync(cluster={cluster})"]
 SOAK = os.environ.get("INTERLACE_SOAK") == "1"
@@ -42,7 +43,7 @@ def compiled(device: str, **settings: Any) -> interlace.Trainer:
     model = llama(**SIZES).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     compile = getattr(interlace.compile, "__wrapped__", interlace.compile)  # the model is where it shall be
-    return compile(model, optimizer, loss_of, batches(1)[0], interlace.Config(**{"profile": "off", **settings}))
+    return compile(model, optimizer, loss_of, batches(1)[0], interlace.Config(**{"profile": "off", **KERNELS, **settings}))
 
 
 def train(device: str, steps: int = 3, looks: bool = False, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
