@@ -41,7 +41,8 @@ def train(case: str, device: str, mode: str = "free", plant: str = "none", **set
     model = zoo.build(case, zoo.CASES[case].dtype).to(device)
     optimizer = parity.make_optimizer("adamw", model)
     accumulation = settings.get("accumulation", 1)
-    settings = {"clip_norm": 0.3, "profile": "off", "device_graphs": False, "kernels": "torch", **settings}  # which have memory, and keep what was planted
+    # Graphs have memory, and keep what was planted; the software accelerator has torch's kernels.
+    settings = {"clip_norm": 0.3, "profile": "off", "device_graphs": False, "kernels": "torch", **settings}
     compile = getattr(interlace.compile, "__wrapped__", interlace.compile)  # the model is where it shall be
     if device == "soft":
         import soft_device
