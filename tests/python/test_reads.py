@@ -211,7 +211,7 @@ def ours(kind: Callable[[list[Any]], Any], **config: Any) -> tuple[list[float], 
                 kept += [[ce.item(), p.item()] for ce, p in zip(trainer.outputs["1.ce"], trainer.outputs["1.percent"], strict=True)]
         assert set(trainer.evaluate(batch(9, rank))) == {"loss", *(["1.ce", "1.percent"] if kind is returned else [])}
         (row,) = [r for r in trainer.summary()["opaque"] if r["runs"] >= 5]
-        assert "numbers are read at" in row["why"]
+        assert ("tensors are kept" if kind is tensors else "numbers are read at") in row["why"]
     return losses, values(kept, model)
 
 
@@ -279,6 +279,8 @@ def test_what_a_model_keeps_for_a_script() -> None:
                 trainer.step(batch(step))
             seen += [model.evenness.clone(), model.first.clone()]
         found.append([*seen, model.used.clone()])
+        if trainer is not None:
+            assert [row["why"] for row in trainer.summary()["opaque"]] == ["tensors are kept for the script"]
     torch.testing.assert_close(found[0], found[1])
 
 

@@ -274,7 +274,8 @@ def told_call(
 ) -> OpaqueCall:  # fmt: skip
     """The call of a loss function's Python that only hands on what it reads (reads.py)."""
     inputs, outputs = [(p, Meta.of(t)) for p, t in tensor_leaves((given, {}))], [((name,), Meta(torch.float64, ())) for name in numbers]
-    why, call = f"numbers are read at {places}", _arguments(TOLD, (given, {}))
+    why = f"numbers are read at {places}" if places else "tensors are kept for the script"
+    call = _arguments(TOLD, (given, {}))
     return OpaqueCall(TOLD, TOLD, why, flags_of(told), call, inputs, params, buffers, [], None, outputs, False, False, region, [])
 
 
