@@ -3,6 +3,7 @@ the same model.
 
 python bench/kernels.py                      # the Llama that peers.py trains
 python bench/kernels.py --model gpt2 --top 8 --json out/kernels.json
+python bench/kernels.py --autocast           # loss and backward under autocast to bfloat16
 python bench/kernels.py --kept               # also what regions take that make nothing again for the backward part
 
 Steps are timed in turn; then some of each side are recorded, ours by the executor, theirs by torch's profiler (self time of each
@@ -52,8 +53,14 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in low for word in words)), REST)
 
 
-def sides(case: dict, kept: bool = False) -> tuple[dict[str, Callable[[], object]], dict[str, interlace.Trainer]]:
+def narrow_loss(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return causal_loss(model, batch)
+
+
+def sides(case: dict, kept: bool = False, autocast: bool = False) -> tuple[dict[str, Callable[[], object]], dict[str, interlace.Trainer]]:
     batch = image_batch(case) if case.get("family") == "vit" else token_batch(case)
+    loss = narrow_loss if autocast else causal_loss
 
     def by_torch(compiled: bool) -> Callable[[], object]:
         model = causal_model(case)
@@ -62,7 +69,7 @@ def sides(case: dict, kept: bool = False) -> tuple[dict[str, Callable[[], object
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            causal_loss(run, batch).backward()
+            loss(run, batch).backward()
             optimizer.step()
 
         return step
@@ -73,7 +80,7 @@ def sides(case: dict, kept: bool = False) -> tuple[dict[str, Callable[[], object
         config = interlace.Config(regions=regions, regions_wait=True)
         if fuse != "fuse":
             config = dataclasses.replace(config, passes=config.pipeline(1).replace("fuse,", f"{fuse},"))
-        return interlace.compile(model, optimizer, causal_loss, batch, config)
+        return interlace.compile(model, optimizer, loss, batch, config)
 
     trainers = {"interlace": by_us("off"), "regions": by_us("on")}
     if kept:
@@ -116,10 +123,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="recorded steps of each side")
     parser.add_argument("--top", type=int, default=0, help="also list so many kernels of each side")
     parser.add_argument("--kept", action="store_true", help="also regions that keep for backward all that was kept: fuse(recompute=false)")
+    parser.add_argument("--autocast", action="store_true", help="under autocast to bfloat16")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    steps, trainers = sides(CASES[args.model], args.kept)
+    steps, trainers = sides(CASES[args.model], args.kept, args.autocast)
     times = paired(steps, args.rounds, warmup=3)
     found = {
         name: kernels_of_ours(trainers[name], step, args.steps) if name in trainers else kernels_of_torch(step, args.steps)

@@ -2,10 +2,13 @@
 #include "bindings/runtime.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <memory>
 
 #include "base/suggest.h"
 #include "ir/text.h"
+#include "runtime/cpu_products.h"
 #include "runtime/region_driver.h"
 #include "runtime/rule_loops.h"
 
@@ -317,6 +320,9 @@ PYBIND11_MODULE(_runtime, m) {
       py::arg("path"),
       "Has the optimizer steps of this process's executors run by the loops of a library (runtime/rule_loops.h). Gives "
       "the names of those that are left out because their bits are others. Error: it cannot be loaded.");
+  m.def(
+      "products", [] { return OneDnnPays(std::numeric_limits<int64_t>::max()) ? "oneDNN" : "torch"; },
+      "Whose large matrix products in float32 run on this host's processor (runtime/cpu_products.h).");
   BindSnapshot(m, executor);
   BindTrace(m, executor);
   BindMeasure(m);

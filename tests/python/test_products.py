@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
+import ranks
 import torch
 
 import interlace
 from interlace import _runtime  # noqa: F401  (it has the operators)
+from interlace.compiling.programs import Programs
 
 Tensor = torch.Tensor
 LARGE, SMALL = (300, 200, 500), (16, 8, 24)  # m, k, n: some of the first are oneDNN's
@@ -57,15 +62,20 @@ def test_places_with_gaps_and_nothing_at_all() -> None:
     assert torch.ops.interlace.mm(torch.empty(0, 5), torch.empty(5, 3)).shape == (0, 3)
 
 
-def large_step(**settings: object) -> tuple[list[float], Tensor]:
-    """Losses and weights of a model whose products are large enough."""
+def large(**settings: object) -> interlace.Trainer:
+    """Of a model whose products are large enough."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
-    batch, loss = torch.randn(256, 256), lambda m, x: (m(x) - x).square().mean()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = interlace.compile(model, optimizer, loss, batch, interlace.Config(schedule=[], cache="off", **settings))
+    loss, optimizer = lambda m, x: (m(x) - x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1)
+    return interlace.compile(model, optimizer, loss, torch.randn(256, 256), interlace.Config(schedule=[], cache="off", **settings))
+
+
+def large_step(**settings: object) -> tuple[list[float], Tensor]:
+    """Losses and weights."""
+    trainer = large(**settings)
+    batch = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
     losses = [trainer.step(batch).item() for _ in range(3)]
-    return losses, model[0].weight.detach().clone()
+    return losses, trainer.state_dict()["0.weight"].clone()
 
 
 def test_a_training_has_one_set_of_bits_and_torchs_where_they_are_asked_for() -> None:
@@ -75,3 +85,35 @@ def test_a_training_has_one_set_of_bits_and_torchs_where_they_are_asked_for() ->
     losses, weight = large_step(kernels="torch")
     torch.testing.assert_close(weight, found[0][1], rtol=1e-5, atol=1e-6)
     assert losses == pytest.approx(found[0][0], rel=1e-6)
+
+
+def test_a_resume_with_other_kernels_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    large().save(tmp_path)
+    large().load(tmp_path)
+    assert "bits" not in caplog.text
+    large(kernels="torch").load(tmp_path)
+    assert f"{tmp_path} was saved by a run with the kernels of torch {torch.__version__}, " in caplog.text
+    assert caplog.text.count("products by torch, attention by torch: it goes on with other bits") == 1
+
+
+def on_another_processor() -> list[str]:
+    """What rank 0 says where rank 1 has kernels of another kind."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger, kernels = logging.getLogger("interlace"), Programs.__dict__["kernels"]
+    logger.addHandler(handler)
+    if torch.distributed.get_rank() == 1:
+        Programs.kernels = property(lambda self: "torch 2.13.0, AVX2, products by torch")  # type: ignore[assignment,misc]
+    try:
+        large(strategy="shard").close()
+    finally:
+        Programs.kernels = kernels  # type: ignore[method-assign]
+        logger.removeHandler(handler)
+    return [text for text in said if "bits" in text]
+
+
+def test_ranks_with_other_kernels_are_told() -> None:
+    first, second = ranks.run(on_another_processor, 2)
+    assert not second and len(first) == 1
+    assert "rank 1: torch 2.13.0, AVX2, products by torch): what several ranks compute alike differs in its last bits" in first[0]

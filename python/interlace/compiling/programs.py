@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from interlace.compiling.regions import Regions
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
 from interlace.config import Config, format_bytes
-from interlace.cost.machine import allocator_bytes, beside_bytes
+from interlace.cost.machine import accelerator_name, allocator_bytes, beside_bytes, torch_version
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
@@ -233,13 +233,33 @@ class Programs:
         """Whether a program of another stage cannot take turns with the one that runs there: then none of this step's does."""
         return beside is not None and self.config.stage_ranks > 1 and self.peers.groups.largest([int(failed)]) == [1]
 
+    @cached_property
+    def kernels(self) -> str:
+        """What decides the bits of operators on this rank beside its program: "torch 2.13.0+cpu, AVX512, products by oneDNN"."""
+        from interlace import _runtime
+
+        found = [f"torch {torch_version()}"]
+        if self.peers.device.type != "cpu":
+            return ", ".join([*found, accelerator_name(self.peers.device)])
+        products = _runtime.products() if self.config.kernels == "auto" else "torch"
+        own = [] if self.config.kernels == "auto" else ["attention by torch"]
+        return ", ".join([*found, torch.backends.cpu.get_cpu_capability(), f"products by {products}", *own])
+
     def compare_digests(self, source: Source) -> None:
-        """Error: a rank that has another text than rank 0 sent."""
+        """Error: a rank that has another text than rank 0 sent. Ranks whose kernels have other bits are said, once."""
         from interlace import _core
 
         self._shared += 1
         what = f"digest of a program ({self._shared})"
-        digests = self.peers.exchange(what, _core.digest("".join(source.stages) or source.text))
+        mine = [_core.digest("".join(source.stages) or source.text), self.kernels]
+        digests, kernels = zip(*self.peers.exchange(what, mine), strict=True)
+        if len(set(kernels)) > 1 and self.peers.rank == 0:
+            other = next(r for r, each in enumerate(kernels) if each != kernels[0])
+            say_once(
+                log.warning,
+                f"ranks compute with other kernels (rank 0: {kernels[0]}; rank {other}: {kernels[other]}): what several ranks compute alike "
+                "differs in its last bits",
+            )
         wrong = [r for r, d in enumerate(digests) if d != digests[0]]
         if wrong:
             raise PeerError(

@@ -148,6 +148,7 @@ class Loading:
                 generators.restore(self._run.peers.device, moments.read(f"rng.{self._run.rank}"))
 
             self._run.loaded = str(checkpoint.folder), record.get("regions", "")
+            self._run.compare_kernels(str(checkpoint.folder), record.get("kernels"))
             self._run.compare_regions()
 
         return read

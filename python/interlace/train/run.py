@@ -114,6 +114,12 @@ class Run:
         same = bool(before) and (before["compiled"] > 0) == (len(compiled) > 0)
         return {**found, "from_step": before["from_step"] if same else self.steps + 1}
 
+    def compare_kernels(self, folder: str, then: str | None) -> None:
+        """Says where this machine's operators have other bits than those of the loaded checkpoint's."""
+        now = self.programs.kernels
+        if then is not None and then != now and self.rank == 0:
+            log.warning("%s was saved by a run with the kernels of %s, this run has those of %s: it goes on with other bits", folder, then, now)
+
     def compare_regions(self) -> None:
         """Says where the kernels are not those that the loaded checkpoint was trained with; again when they are compiled."""
         if self.loaded is None or self.rank != 0:

@@ -290,7 +290,7 @@ class Saving:
             "format": FORMAT, "step": self._run.steps, "kind": kinds,
             "groups": groups, "seed": self._run.config.seed, "rng": self._run.config.rng, "world_size": self._run.world_size,
             "left_out": self._run.left_out, "loss_scale": self._run.loss_scale.state(), "loop": self._loop.state(), "run": self.digest(),
-            "made_here": mark(self._run.program), "regions": self._run.regions,
+            "made_here": mark(self._run.program), "regions": self._run.regions, "kernels": self._run.programs.kernels,
         }  # fmt: skip
 
     def digest(self) -> str:
