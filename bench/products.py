@@ -2,6 +2,7 @@
 
 python bench/products.py
 python bench/products.py --rounds 60 --threads 2
+python bench/products.py --only attention --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -45,21 +46,22 @@ def products(rounds: int) -> None:
         )  # fmt: skip
 
 
-def attention(rounds: int) -> None:
+def attention(rounds: int, dtype: torch.dtype) -> None:
     aten, own = torch.ops.aten, torch.ops.interlace
     forwards = aten._scaled_dot_product_flash_attention_for_cpu, own.attention_for_cpu
     backwards = aten._scaled_dot_product_flash_attention_for_cpu_backward, own.attention_for_cpu_backward
     for batch, heads, rows, width in ATTENTION:
-        q, k, v, g = (torch.randn(batch, rows, heads, width).transpose(1, 2) for _ in range(4))
+        q, k, v, g = (torch.randn(batch, rows, heads, width, dtype=dtype).transpose(1, 2) for _ in range(4))
         later = torch.ones(rows, rows).triu(1).bool()
         masks = {
-            "causal": None, "a causal mask": torch.zeros(batch, 1, rows, rows).masked_fill(later, -math.inf),
-            "a window of a quarter": torch.zeros(batch, 1, rows, rows).masked_fill(later | later.T.tril(-rows // 4), -math.inf),
+            "causal": None, "whole": None,
+            "a causal mask": torch.zeros(batch, 1, rows, rows, dtype=dtype).masked_fill(later, -math.inf),
+            "a window of a quarter": torch.zeros(batch, 1, rows, rows, dtype=dtype).masked_fill(later | later.T.tril(-rows // 4), -math.inf),
         }  # fmt: skip
         for name, mask in masks.items():
-            causal = mask is None
+            causal = name == "causal"
             calls = [lambda f=f, m=mask, c=causal: f(q, k, v, 0.0, c, attn_mask=m) for f in forwards]  # noqa: B023
-            needed = 2.0 * batch * heads * rows * rows * width  # below the diagonal
+            needed = 2.0 * batch * heads * rows * rows * width * (2 if name == "whole" else 1)  # or below the diagonal
             compared(f"attention {batch}, {heads}, {rows}, {width}, {name}", needed, *calls, rounds)
             out, sums = calls[0]()
             back = [lambda f=f, m=mask, c=causal: f(g, q, k, v, out, sums, 0.0, c, attn_mask=m) for f in backwards]  # noqa: B023
@@ -70,10 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", choices=("products", "attention"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of attention")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    products(args.rounds)
-    attention(args.rounds)
+    if args.only != "attention":
+        products(args.rounds)
+    if args.only != "products":
+        attention(args.rounds, getattr(torch, args.dtype))
 
 
 if __name__ == "__main__":

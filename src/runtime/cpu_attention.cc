@@ -1,10 +1,11 @@
 // cpu_attention.cc — FlashAttention's blocks (Dao et al. 2022) on CPUs: rows of a block against columns of a chunk,
-// whose scores stay in the cache, by BLAS's products.
+// whose scores stay in the cache. They are transposed (attention_tiles.h), so that all products are of plain factors:
 //
-//   forward   S = scale * Q K' + mask    L = logsumexp(S)    P = exp(S - L)    O = P V
-//   backward  dV = P' dO    dS = P * (dO V' - rowsum(dO * O))    dQ = scale * dS K    dK = scale * dS' Q
+//   forward   S' = K Q'    P' = exp(scale * S' + mask' - L)    O' = V' P'    L = logsumexp
+//   backward  dP' = V dO'    dS' = P' * (dP' - rowsum(dO * O))    dV = P' dO    dK = scale * dS' Q    dQ' = scale * K' dS'
 #include "runtime/cpu_attention.h"
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
@@ -12,17 +13,26 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <limits>
+#include <vector>
 
-#include "runtime/attention_rows.h"
+#include "runtime/attention_factors.h"
 
-// The BLAS that torch is linked with; where it shows none, torch's kernel runs.
+// The BLAS that torch is linked with, and oneDNN's products of small tiles; where it shows none, torch's kernel runs.
 extern "C" {
 [[gnu::weak]] void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
                           const int*, const float*, const int*, const float*, float*, const int*);
 [[gnu::weak]] void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*, const double*,
                           const int*, const double*, const int*, const double*, double*, const int*);
 }
+namespace at::native::cpublas {
+[[gnu::weak]] void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
+                          const float* a, const float* b, float* c, bool pairs);
+[[gnu::weak]] void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
+                          const at::BFloat16* a, const at::BFloat16* b, float* c, bool pairs);
+[[gnu::weak]] void brgemm_release(bool pairs);
+}  // namespace at::native::cpublas
 
 namespace interlace {
 
@@ -30,213 +40,142 @@ namespace cpu_attention {
 
 namespace {
 
-using attention_rows::Dot, attention_rows::ExpSum, attention_rows::kLanes, attention_rows::MaskedLargest,
-    attention_rows::RoundUp, attention_rows::ScoreGradients;
+using namespace attention_tiles;  // NOLINT: this file is their only user
 
-constexpr int64_t kRows = 64;      // of a block; half of it where there are few
-constexpr int64_t kColumns = 512;  // of a chunk: scores of a block are 128 KiB in float32
+// ---- products: C (m x n) = A (m x k, lines lda apart) B (k x n), or C += that ----
 
-// ---- products of row-major matrices: C (m x n, rows ldc apart) = alpha op(A) op(B) + beta C ----
+using Tiles32 = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const float*, const float*, float*,
+                         bool);
+using Tiles16 = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const at::BFloat16*,
+                         const at::BFloat16*, float*, bool);
 
-template <typename T>
-struct Matrix {
-  T* at;
-  int64_t ld;  // elements between rows
-};
-
-void Gemm(const char* ta, const char* tb, int m, int n, int k, float alpha, const float* a, int lda, const float* b,
-          int ldb, float beta, float* c, int ldc) {
-  sgemm_(ta, tb, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
+// oneDNN's are faster than BLAS from AVX-512 on (113 and 92 GFLOP/s for tiles of 64 on one core); in bfloat16 where the
+// processor has such products (218).
+bool OneDnnTiles() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  static const bool found =
+      static_cast<Tiles32>(at::native::cpublas::brgemm) != nullptr && __builtin_cpu_supports("avx512f");
+  return found && at::globalContext().userEnabledMkldnn();
+#else
+  return false;
+#endif
 }
-void Gemm(const char* ta, const char* tb, int m, int n, int k, double alpha, const double* a, int lda, const double* b,
-          int ldb, double beta, double* c, int ldc) {
-  dgemm_(ta, tb, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
-}
-
-// BLAS counts by columns: C' = op(B)' op(A)'.
-template <typename T>
-void Product(bool ta, bool tb, int64_t m, int64_t n, int64_t k, double alpha, Matrix<const T> a, Matrix<const T> b,
-             double beta, Matrix<T> c) {
-  Gemm(tb ? "T" : "N", ta ? "T" : "N", static_cast<int>(n), static_cast<int>(m), static_cast<int>(k), T(alpha), b.at,
-       static_cast<int>(b.ld), a.at, static_cast<int>(a.ld), T(beta), c.at, static_cast<int>(c.ld));
-}
-
-// ---- blocks ----
-
-// One call: sizes, strides in elements, and where the values lie.
-template <typename T>
-struct Call {
-  int64_t batch, heads, shared /* heads of queries that share one of keys */, rows, columns, width;
-  int64_t block, chunk;                                 // rows and columns (with the lanes beyond them) of scores in memory
-  bool causal;
-  double scale;
-  const at::Tensor &query, &key, &value;
-  const at::Tensor* mask = nullptr;
-  int64_t mask_batch = 0, mask_head = 0, mask_row = 0;  // strides; 0 where it is the same for all
-
-  Call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, const std::optional<at::Tensor>& m,
-       std::optional<double> given)
-      : batch(q.size(0)),
-        heads(q.size(1)),
-        shared(q.size(1) / k.size(1)),
-        rows(q.size(2)),
-        columns(k.size(2)),
-        width(q.size(3)),
-        block(std::min(rows, rows < 192 ? kRows / 2 : kRows)),
-        chunk(std::min(kColumns, RoundUp(columns))),
-        causal(causal),
-        scale(given ? *given : 1 / std::sqrt(static_cast<double>(q.size(3)))),
-        query(q),
-        key(k),
-        value(v) {
-    if (!m) return;
-    mask = &*m;
-    const int64_t dims = m->dim();
-    mask_row = m->size(dims - 2) == 1 ? 0 : m->stride(dims - 2);
-    if (dims < 4) return;
-    mask_batch = m->size(0) == 1 ? 0 : m->stride(0), mask_head = m->size(1) == 1 ? 0 : m->stride(1);
-  }
-
-  template <typename U = const T>
-  static Matrix<U> Head(const at::Tensor& t, int64_t b, int64_t h, int64_t row) {
-    T* const data = static_cast<T*>(const_cast<void*>(t.const_data_ptr()));
-    return {data + b * t.stride(0) + h * t.stride(1) + row * t.stride(2), t.stride(2)};
-  }
-  const T* MaskRow(int64_t b, int64_t h, int64_t row) const {
-    if (mask == nullptr) return nullptr;
-    return mask->template const_data_ptr<T>() + b * mask_batch + h * mask_head + row * mask_row;
-  }
-
-  // The columns that some row of [begin, end) looks at. Masks say no with -inf or with the least number there is; a row
-  // that has nothing else looks at all of them.
-  std::pair<int64_t, int64_t> Seen(int64_t b, int64_t h, int64_t begin, int64_t end) const {
-    const int64_t last = causal ? std::min(end, columns) : columns;
-    if (mask == nullptr) return {0, last};
-    constexpr T kMasked = -1e30;
-    int64_t low = last, high = 0;
-    for (int64_t row = end; row-- > begin;) {  // from the last, which under a diagonal sees most
-      const T* const m = MaskRow(b, h, row);
-      int64_t right = last, left = 0;
-      while (right > high && m[right - 1] <= kMasked) --right;
-      while (left < low && m[left] <= kMasked) ++left;
-      if (right <= high && left >= low && !Sees(m, low, high, kMasked)) return {0, last};
-      low = std::min(low, left), high = std::max(high, right);
-      if (mask_row == 0) break;
-    }
-    return {low, high};
-  }
-  static bool Sees(const T* m, int64_t low, int64_t high, T masked) {
-    for (int64_t j = low; j < high; ++j)
-      if (!(m[j] <= masked)) return true;
+// Whether products in bfloat16 work: oneDNN may have been told to leave instructions unused ($ONEDNN_MAX_CPU_ISA).
+bool TwoIsTwo() {
+  const std::vector<at::BFloat16> ones(kLanes * 2, at::BFloat16(1.0f));
+  std::vector<float> sums(kLanes * kLanes);
+  try {
+    at::native::cpublas::brgemm(kLanes, kLanes, 2, 2, kLanes, kLanes, false, ones.data(), ones.data(), sums.data(),
+                                true);
+  } catch (const std::exception&) {
     return false;
   }
+  return std::all_of(sums.begin(), sums.end(), [](float sum) { return sum == 2; });
+}
 
-  // Scores of a block's rows [row, row + m) and columns [column, column + n), into `s`; what a row
-  // does not see, and the columns up to a multiple of 16, is -inf. Without the mask, which the caller adds.
-  void Scores(int64_t b, int64_t h, int64_t row, int64_t m, int64_t column, int64_t n, T* s) const {
-    Product<T>(false, true, m, n, width, scale, Head(query, b, h, row), Head(key, b, h / shared, column), 0, {s, chunk});
-    const int64_t padded = RoundUp(n);
-    for (int64_t r = 0; r < m; ++r) {
-      const int64_t seen = causal ? std::clamp<int64_t>(row + r + 1 - column, 0, n) : n;
-      std::fill(s + r * chunk + seen, s + r * chunk + padded, -std::numeric_limits<T>::infinity());
-    }
+bool NarrowTiles() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  static const bool found = static_cast<Tiles16>(at::native::cpublas::brgemm) != nullptr &&
+                            __builtin_cpu_supports("avx512bf16") && TwoIsTwo();
+  return found && at::globalContext().userEnabledMkldnn();
+#else
+  return false;
+#endif
+}
+
+void Multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, bool add, float* c) {
+  if (OneDnnTiles()) return at::native::cpublas::brgemm(m, n, k, lda, n, n, add, a, b, c, false);
+  const int columns = static_cast<int>(n), rows = static_cast<int>(m), summed = static_cast<int>(k),
+            ld = static_cast<int>(lda);
+  const float one = 1, more = add ? 1 : 0;  // BLAS counts by columns: C' = B' A'
+  sgemm_("N", "N", &columns, &rows, &summed, &one, b, &columns, a, &ld, &more, c, &columns);
+}
+void Multiply(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda, const double* b, bool add, double* c) {
+  const int columns = static_cast<int>(n), rows = static_cast<int>(m), summed = static_cast<int>(k),
+            ld = static_cast<int>(lda);
+  const double one = 1, more = add ? 1 : 0;
+  dgemm_("N", "N", &columns, &rows, &summed, &one, b, &columns, a, &ld, &more, c, &columns);
+}
+void Multiply(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t lda, const BFloat16* b, bool add, float* c) {
+  at::native::cpublas::brgemm(m, n, k, lda, n, n, add, reinterpret_cast<const at::BFloat16*>(a),
+                              reinterpret_cast<const at::BFloat16*>(b), c, true);
+}
+
+// ---- forward ----
+
+template <typename E, typename A>
+ScoreTile<A> Tile(const Call<E>& call, int64_t row, int64_t lanes, int64_t column, int64_t lines, A* at,
+                  const A* mask) {
+  const int64_t diagonal = call.causal ? row - column : std::numeric_limits<int64_t>::max() / 2;
+  return {at, lines, lanes, call.columns - column, diagonal, call.scale, mask};
+}
+
+template <typename E, typename T>
+struct ForwardRoom {
+  using A = MathOf<E>;
+  T *k /* [columns, width] */, *v /* [width, columns] */, *q /* [width, lanes] */, *p /* [lines, lanes] */;
+  A *s /* as p */, *o /* as q */, *mask /* as s */;
+  Factors<E, T> factors;
+
+  ForwardRoom(Room room, const Call<E>& call, uintptr_t* end)
+      : k(room.Take<T>(call.padded * call.wide)),
+        v(room.Take<T>(call.padded * call.wide)),
+        q(room.Take<T>(call.wide * call.block)),
+        p(Factors<E, T>::kSame ? nullptr : room.Take<T>(call.chunk * call.block)),
+        s(room.Take<A>(call.chunk * call.block)),
+        o(room.Take<A>(call.wide * call.block)),
+        mask(call.mask == nullptr ? nullptr : room.Take<A>(call.chunk * call.block)),
+        factors(room, call) {
+    *end = room.at;
   }
 };
 
-// A row of a mask as whole vectors: the last ones are copied, so that nothing beyond it is read.
-template <typename T>
-const T* Padded(const T* mask, int64_t n, T* room) {
-  if (mask == nullptr || n % kLanes == 0) return mask;
-  std::copy(mask, mask + n, room);
-  std::fill(room + n, room + RoundUp(n), T(0));
-  return room;
-}
-
-template <typename T>
-void ForwardBlock(const Call<T>& call, int64_t b, int64_t h, int64_t row, T* s, const at::Tensor& out,
-                  const at::Tensor& logsumexp) {
-  const int64_t m = std::min(call.block, call.rows - row);
+template <typename E, typename T, typename A = MathOf<E>>
+void ForwardBlock(const Call<E>& call, const ForwardRoom<E, T>& room, int64_t b, int64_t h, int64_t row,
+                  const at::Tensor& out, const at::Tensor& logsumexp) {
+  constexpr A kNone = -std::numeric_limits<A>::infinity();
+  const int64_t m = std::min(call.block, call.rows - row), lanes = RoundUp(m);
   const auto [first, last] = call.Seen(b, h, row, row + m);
-  const Matrix<T> o = Call<T>::template Head<T>(out, b, h, row);
-  T largest[kRows], sum[kRows], room[kColumns];
-  std::fill_n(largest, m, -std::numeric_limits<T>::infinity());
-  std::fill_n(sum, m, T(0));
-  for (int64_t column = first; column < last; column += kColumns) {
-    const int64_t n = std::min(kColumns, last - column), padded = RoundUp(n);
-    call.Scores(b, h, row, m, column, n, s);
-    for (int64_t r = 0; r < m; ++r) {
-      T* const scores = s + r * call.chunk;
-      const T* const mask = call.MaskRow(b, h, row + r);
-      const T here = MaskedLargest(scores, Padded(mask == nullptr ? mask : mask + column, n, room), padded);
-      const T before = largest[r], now = std::max(before, here);
-      // Where all is -inf, exp is 0 of all of them, and NaN of a NaN.
-      const T found = ExpSum(scores, now == -std::numeric_limits<T>::infinity() ? T(0) : now, padded);
-      if (column > first && now != before) {
-        const T less = std::exp(before - now);
-        for (int64_t j = 0; j < call.width; ++j) o.at[r * o.ld + j] *= less;
-        sum[r] *= less;
-      }
-      sum[r] += found, largest[r] = now;
+  A largest[kRows], here[kRows], less[kRows], factor[kRows], sum[kRows];
+  std::fill_n(largest, lanes, kNone);
+  std::fill_n(sum, lanes, A(0));
+  room.factors.RightTurned(HeadOf<const E>(call.query, b, h, row), m, call.width, room.q);
+  for (int64_t column = first; column < last; column += kChunk) {
+    const int64_t n = std::min(kChunk, last - column);
+    Multiply(n, lanes, call.wide, room.k + column * call.wide, call.wide, room.q, false, room.s);
+    if (call.mask != nullptr) {
+      room.factors.Mask({call.MaskRow(b, h, row) + column, call.mask_row}, m, std::min(n, call.columns - column),
+                        room.mask);
     }
-    Product<T>(false, false, m, call.width, n, 1, {s, call.chunk}, Call<T>::Head(call.value, b, h / call.shared, column),
-               column == first ? 0 : 1, o);
-  }
-  T* const l = logsumexp.mutable_data_ptr<T>() + b * logsumexp.stride(0) + h * logsumexp.stride(1);
-  for (int64_t r = 0; r < m; ++r) {
-    const T part = sum[r] == 0 ? T(0) : 1 / sum[r];  // a row that sees nothing has the result 0
-    for (int64_t j = 0; j < call.width; ++j) o.at[r * o.ld + j] = first < last ? o.at[r * o.ld + j] * part : T(0);
-    l[(row + r) * logsumexp.stride(2)] = sum[r] == 0 ? T(0) : largest[r] + std::log(sum[r]);
-  }
-}
-
-struct Gradients {
-  at::Tensor query, key, value;
-};
-
-// All heads of queries that share head `kv` of keys and values. `s` and `d`: room for a block's scores.
-template <typename T>
-void BackwardHead(const Call<T>& call, int64_t b, int64_t kv, const at::Tensor& grad_out, const at::Tensor& out,
-                  const at::Tensor& logsumexp, T* s, T* d, const Gradients& grads) {
-  const auto head = [&](const at::Tensor& t, int64_t h, int64_t row) { return Call<T>::Head(t, b, h, row); };
-  const auto target = [&](const at::Tensor& t, int64_t h, int64_t row) {
-    return Call<T>::template Head<T>(t, b, h, row);
-  };
-  for (int64_t column = 0; column < call.columns; ++column) {
-    std::fill_n(target(grads.key, kv, column).at, call.width, T(0));
-    std::fill_n(target(grads.value, kv, column).at, call.width, T(0));
-  }
-  T room[kColumns], dot[kRows];
-  for (int64_t h = kv * call.shared; h < (kv + 1) * call.shared; ++h) {
-    const T* const l = logsumexp.const_data_ptr<T>() + b * logsumexp.stride(0) + h * logsumexp.stride(1);
-    for (int64_t row = 0; row < call.rows; row += call.block) {
-      const int64_t m = std::min(call.block, call.rows - row);
-      const auto [first, last] = call.Seen(b, h, row, row + m);
-      const Matrix<const T> g = head(grad_out, h, row), o = head(out, h, row), q = head(call.query, h, row);
-      const Matrix<T> dq = target(grads.query, h, row);
-      for (int64_t r = 0; r < m; ++r) {
-        dot[r] = Dot(g.at + r * g.ld, o.at + r * o.ld, call.width);
-        if (first >= last) std::fill_n(dq.at + r * dq.ld, call.width, T(0));
-      }
-      for (int64_t column = first; column < last; column += kColumns) {
-        const int64_t n = std::min(kColumns, last - column), padded = RoundUp(n);
-        const Matrix<const T> k = head(call.key, kv, column), v = head(call.value, kv, column);
-        call.Scores(b, h, row, m, column, n, s);
-        Product<T>(false, true, m, n, call.width, 1, g, v, 0, {d, call.chunk});
-        for (int64_t r = 0; r < m; ++r) {
-          T *const p = s + r * call.chunk, *const dp = d + r * call.chunk;
-          const T* const mask = call.MaskRow(b, h, row + r);
-          if (mask != nullptr) MaskedLargest(p, Padded(mask + column, n, room), padded);
-          ExpSum(p, l[(row + r) * logsumexp.stride(2)], padded);
-          std::fill(dp + n, dp + padded, T(0));
-          ScoreGradients(dp, p, dot[r], padded);
-        }
-        const Matrix<const T> p{s, call.chunk}, ds{d, call.chunk};
-        Product<T>(true, false, n, call.width, m, 1, p, g, 1, target(grads.value, kv, column));
-        Product<T>(true, false, n, call.width, m, call.scale, ds, q, 1, target(grads.key, kv, column));
-        Product<T>(false, false, m, call.width, n, call.scale, ds, k, column == first ? 0 : 1, dq);
-      }
+    ScoreTile<A> scores = Tile(call, row, lanes, column, n, room.s, room.mask);
+    Largest(scores, here);
+    bool grows = false;
+    for (int64_t r = 0; r < lanes; ++r) {
+      const A now = std::max(largest[r], here[r]);
+      less[r] = now == kNone ? A(0) : now;  // where all is -inf, exp is 0 of all of them, and NaN of a NaN
+      factor[r] = now == largest[r] ? A(1) : std::exp(largest[r] - now);
+      grows |= now != largest[r];
+      sum[r] *= factor[r], largest[r] = now;
     }
+    if (column > first && grows) ScaleLanes(room.o, call.wide, lanes, factor);
+    ExpSums(scores, less, sum);
+    const T* p;
+    if constexpr (Factors<E, T>::kSame)
+      p = room.s;
+    else
+      Pairs(room.s, n, lanes, room.p), p = room.p;
+    Multiply(call.wide, lanes, n, room.v + column, call.padded, p, column > first, room.o);
   }
+  if (first >= last) std::fill_n(room.o, call.wide * lanes, A(0));
+  auto* const l = static_cast<A*>(logsumexp.mutable_data_ptr()) + b * logsumexp.stride(0) + h * logsumexp.stride(1);
+  for (int64_t r = 0; r < lanes; ++r) {
+    factor[r] = sum[r] == 0 ? A(0) : 1 / sum[r];  // a row that sees nothing has the result 0
+    if (r < m) l[(row + r) * logsumexp.stride(2)] = sum[r] == 0 ? A(0) : largest[r] + std::log(sum[r]);
+  }
+  ScaleLanes(room.o, call.wide, lanes, factor);
+  Transpose(room.o, lanes, call.wide, lanes, room.factors.turned, call.wide);
+  const Rows<E> o = HeadOf<E>(out, b, h, row);
+  Narrow(room.factors.turned, call.wide, m, call.width, A(1), o.at, o.ld);
 }
 
 // As torch's kernel lays them out: heads inside rows.
@@ -244,62 +183,205 @@ at::Tensor HeadsInside(const at::Tensor& query, int64_t heads, int64_t rows) {
   return at::empty({query.size(0), rows, heads, query.size(3)}, query.options()).transpose(1, 2);
 }
 
-// Scores of `blocks` blocks for every thread.
-template <typename T>
-at::Tensor Room(const Call<T>& call, int64_t blocks) {
-  return at::empty({at::get_num_threads(), blocks * call.block * call.chunk}, call.query.options());
+// Room for every thread, so many bytes each.
+at::Tensor Rooms(uintptr_t bytes) {
+  return at::empty({at::get_num_threads(), static_cast<int64_t>(bytes) + 64}, at::kByte);
+}
+Room RoomOf(const at::Tensor& rooms) {
+  const auto begin = reinterpret_cast<uintptr_t>(rooms.mutable_data_ptr()) +
+                     static_cast<uintptr_t>(at::get_thread_num() * rooms.stride(0));
+  return {(begin + 63) / 64 * 64};
 }
 
 template <typename T>
-std::tuple<at::Tensor, at::Tensor> Forward(const Call<T>& call) {
+void Release() {
+  if (std::is_same_v<T, BFloat16> && at::native::cpublas::brgemm_release != nullptr)
+    at::native::cpublas::brgemm_release(true);
+}
+
+template <typename E, typename T>
+std::tuple<at::Tensor, at::Tensor> Forward(const Call<E>& call) {
+  using A = MathOf<E>;
   const at::Tensor& q = call.query;
   at::Tensor out = HeadsInside(q, call.heads, call.rows);
-  at::Tensor logsumexp = at::empty({call.batch, call.rows, call.heads}, q.options()).transpose(1, 2);
-  const at::Tensor room = Room(call, 1);
-  const int64_t blocks = (call.rows + call.block - 1) / call.block;
-  at::parallel_for(0, call.batch * call.heads * blocks, 1, [&](int64_t begin, int64_t end) {
-    T* const s = room.mutable_data_ptr<T>() + at::get_thread_num() * room.stride(0);
+  at::Tensor logsumexp =
+      at::empty({call.batch, call.rows, call.heads}, q.options().dtype(c10::CppTypeToScalarType<A>::value))
+          .transpose(1, 2);
+  uintptr_t bytes = 0;
+  ForwardRoom<E, T>({}, call, &bytes);
+  const at::Tensor rooms = Rooms(bytes);
+  // A head's keys and values are made factors once, or once for each of the parts that occupy all threads.
+  const int64_t heads = call.batch * call.heads, blocks = RoundUpTo(call.rows, call.block) / call.block;
+  const int64_t parts = std::min(blocks, (at::get_num_threads() + heads - 1) / heads),
+                each = (blocks + parts - 1) / parts;
+  at::parallel_for(0, heads * parts, 1, [&](int64_t begin, int64_t end) {
+    const ForwardRoom<E, T> room(RoomOf(rooms), call, &bytes);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t head = i / blocks;
-      ForwardBlock(call, head / call.heads, head % call.heads, i % blocks * call.block, s, out, logsumexp);
+      const int64_t head = i / parts, b = head / call.heads, h = head % call.heads, kv = h / call.shared;
+      const int64_t from = i % parts * each * call.block, to = std::min(call.rows, from + each * call.block);
+      const int64_t needed = call.causal ? std::min(RoundUpTo(to, call.block), call.columns) : call.columns;
+      for (int64_t c = 0; c < needed && from < to; c += kRows) {
+        const int64_t n = std::min(kRows, needed - c);
+        room.factors.Left(HeadOf<const E>(call.key, b, kv, c), n, call.width, room.k + c * call.wide);
+        room.factors.LeftTurned(HeadOf<const E>(call.value, b, kv, c), n, call.width, room.v + c, call.padded);
+      }
+      for (int64_t row = from; row < to; row += call.block) ForwardBlock(call, room, b, h, row, out, logsumexp);
     }
+    Release<T>();
   });
   return {out, logsumexp};
 }
 
-template <typename T>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> Backward(const Call<T>& call, const at::Tensor& grad_out,
-                                                        const at::Tensor& out, const at::Tensor& logsumexp) {
-  const at::Tensor& q = call.query;
-  const int64_t kv_heads = call.heads / call.shared;
-  const Gradients grads{HeadsInside(q, call.heads, call.rows), HeadsInside(q, kv_heads, call.columns),
-                        HeadsInside(q, kv_heads, call.columns)};
-  const at::Tensor room = Room(call, 2);
-  at::parallel_for(0, call.batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
-    T* const s = room.mutable_data_ptr<T>() + at::get_thread_num() * room.stride(0);
-    for (int64_t i = begin; i < end; ++i) {
-      BackwardHead(call, i / kv_heads, i % kv_heads, grad_out, out, logsumexp, s, s + call.block * call.chunk, grads);
+// ---- backward ----
+
+struct Gradient {
+  at::Tensor query, key, value;
+};
+
+template <typename E, typename T>
+struct BackwardRoom {
+  using A = MathOf<E>;
+  static constexpr bool kSame = Factors<E, T>::kSame;
+  T *k, *v /* [columns, width] */, *k_turned /* [width, columns] */;
+  A *dk, *dv;  // [columns, width]
+  T *q, *g /* [lanes, width] */, *q_turned, *g_turned /* [width, lanes] */;
+  T *p, *ds /* [lines, lanes] */, *ds_right;
+  A *s, *d, *mask;  // [lines, lanes]
+  A* dq;            // [width, lanes]
+  Factors<E, T> factors;
+
+  BackwardRoom(Room room, const Call<E>& call, uintptr_t* end)
+      : k(room.Take<T>(call.padded * call.wide)),
+        v(room.Take<T>(call.padded * call.wide)),
+        k_turned(room.Take<T>(call.padded * call.wide)),
+        dk(room.Take<A>(call.padded * call.wide)),
+        dv(room.Take<A>(call.padded * call.wide)),
+        q(room.Take<T>(call.wide * call.block)),
+        g(room.Take<T>(call.wide * call.block)),
+        q_turned(room.Take<T>(call.wide * call.block)),
+        g_turned(room.Take<T>(call.wide * call.block)),
+        p(kSame ? nullptr : room.Take<T>(call.chunk * call.block)),
+        ds(kSame ? nullptr : room.Take<T>(call.chunk * call.block)),
+        ds_right(kSame ? nullptr : room.Take<T>(call.chunk * call.block)),
+        s(room.Take<A>(call.chunk * call.block)),
+        d(room.Take<A>(call.chunk * call.block)),
+        mask(call.mask == nullptr ? nullptr : room.Take<A>(call.chunk * call.block)),
+        dq(room.Take<A>(call.wide * call.block)),
+        factors(room, call) {
+    *end = room.at;
+  }
+};
+
+template <typename E, typename T, typename A = MathOf<E>>
+void BackwardBlock(const Call<E>& call, const BackwardRoom<E, T>& room, int64_t b, int64_t h, int64_t row,
+                   const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& logsumexp,
+                   const Gradient& grads) {
+  const int64_t m = std::min(call.block, call.rows - row), lanes = RoundUp(m), wide = call.wide, width = call.width;
+  const auto [first, last] = call.Seen(b, h, row, row + m);
+  const Rows<E> dq = HeadOf<E>(grads.query, b, h, row);
+  const Rows<const E> q = HeadOf<const E>(call.query, b, h, row), g = HeadOf<const E>(grad_out, b, h, row);
+  A less[kRows], dot[kRows];
+  const auto* const l =
+      static_cast<const A*>(logsumexp.const_data_ptr()) + b * logsumexp.stride(0) + h * logsumexp.stride(1);
+  for (int64_t r = 0; r < lanes; ++r)  // a lane that is no row has shares of 0
+    less[r] = r < m ? l[(row + r) * logsumexp.stride(2)] : std::numeric_limits<A>::infinity();
+  room.factors.RightTurned(HeadOf<const E>(out, b, h, row), m, width, room.q_turned, room.factors.turned);
+  room.factors.RightTurned(g, m, width, room.g_turned, room.dq);
+  Dots(room.factors.turned, room.dq, wide, lanes, dot);
+  if constexpr (BackwardRoom<E, T>::kSame) std::copy_n(room.dq, wide * lanes, room.g_turned);
+  room.factors.RightTurned(q, m, width, room.q_turned);
+  room.factors.Right(q, m, width, room.q);
+  room.factors.Right(g, m, width, room.g);
+  for (int64_t column = first; column < last; column += kChunk) {
+    const int64_t n = std::min(kChunk, last - column);
+    Multiply(n, lanes, wide, room.k + column * wide, wide, room.q_turned, false, room.s);
+    Multiply(n, lanes, wide, room.v + column * wide, wide, room.g_turned, false, room.d);
+    if (call.mask != nullptr) {
+      room.factors.Mask({call.MaskRow(b, h, row) + column, call.mask_row}, m, std::min(n, call.columns - column),
+                        room.mask);
     }
+    ScoreGradients(Tile(call, row, lanes, column, n, room.s, room.mask), less, dot, room.d);
+    const T *p, *ds, *ds_right;
+    if constexpr (BackwardRoom<E, T>::kSame) {
+      p = room.s, ds = ds_right = room.d;
+    } else {
+      Narrow(room.s, lanes, n, lanes, A(1), room.p, lanes);
+      Narrow(room.d, lanes, n, lanes, A(1), room.ds, lanes);
+      Pairs(room.d, n, lanes, room.ds_right);
+      p = room.p, ds = room.ds, ds_right = room.ds_right;
+    }
+    Multiply(n, wide, lanes, p, lanes, room.g, true, room.dv + column * wide);
+    Multiply(n, wide, lanes, ds, lanes, room.q, true, room.dk + column * wide);
+    Multiply(wide, lanes, n, room.k_turned + column, call.padded, ds_right, column > first, room.dq);
+  }
+  if (first >= last) std::fill_n(room.dq, wide * lanes, A(0));
+  Transpose(room.dq, lanes, wide, lanes, room.factors.turned, wide);
+  Narrow(room.factors.turned, wide, m, width, call.scale, dq.at, dq.ld);
+}
+
+template <typename E, typename T>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> Backward(const Call<E>& call, const at::Tensor& grad_out,
+                                                        const at::Tensor& out, const at::Tensor& logsumexp) {
+  using A = MathOf<E>;
+  const at::Tensor& query = call.query;
+  const int64_t kv_heads = call.heads / call.shared;
+  const Gradient grads{HeadsInside(query, call.heads, call.rows), HeadsInside(query, kv_heads, call.columns),
+                       HeadsInside(query, kv_heads, call.columns)};
+  uintptr_t bytes = 0;
+  BackwardRoom<E, T>({}, call, &bytes);
+  const at::Tensor rooms = Rooms(bytes);
+  at::parallel_for(0, call.batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
+    const BackwardRoom<E, T> room(RoomOf(rooms), call, &bytes);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b = i / kv_heads, kv = i % kv_heads;
+      for (int64_t c = 0; c < call.columns; c += kRows) {
+        const int64_t n = std::min(kRows, call.columns - c);
+        const Rows<const E> k = HeadOf<const E>(call.key, b, kv, c), v = HeadOf<const E>(call.value, b, kv, c);
+        room.factors.Left(k, n, call.width, room.k + c * call.wide);
+        room.factors.Left(v, n, call.width, room.v + c * call.wide);
+        room.factors.LeftTurned(k, n, call.width, room.k_turned + c, call.padded);
+      }
+      std::fill_n(room.dk, call.padded * call.wide, A(0));
+      std::fill_n(room.dv, call.padded * call.wide, A(0));
+      for (int64_t h = kv * call.shared; h < (kv + 1) * call.shared; ++h)
+        for (int64_t row = 0; row < call.rows; row += call.block)
+          BackwardBlock(call, room, b, h, row, grad_out, out, logsumexp, grads);
+      const Rows<E> dk = HeadOf<E>(grads.key, b, kv, 0), dv = HeadOf<E>(grads.value, b, kv, 0);
+      Narrow(room.dk, call.wide, call.columns, call.width, call.scale, dk.at, dk.ld);
+      Narrow(room.dv, call.wide, call.columns, call.width, A(1), dv.at, dv.ld);
+    }
+    Release<T>();
   });
   return {grads.query, grads.key, grads.value};
 }
 
+// ---- what is covered ----
+
 bool Covered(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout_p, bool is_causal,
              const std::optional<at::Tensor>& mask) {
-  if (!is_causal && !mask) return false;  // nothing to leave out
   const auto dtype = query.scalar_type();
-  if (dtype != at::kFloat && dtype != at::kDouble) return false;
-  if (dtype == at::kFloat ? sgemm_ == nullptr : dgemm_ == nullptr) return false;
+  const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+  if (!narrow && dtype != at::kFloat && dtype != at::kDouble) return false;
+  if (dtype == at::kDouble ? dgemm_ == nullptr : sgemm_ == nullptr && !OneDnnTiles()) return false;
+  if (!is_causal && !mask && (dtype == at::kDouble || !OneDnnTiles())) return false;  // nothing to leave out
   if (dropout_p != 0 || query.numel() == 0 || key.numel() == 0) return false;
   for (const at::Tensor* t : {&query, &key, &value}) {
     if (t->dim() != 4 || t->scalar_type() != dtype || t->stride(3) != 1) return false;
-    if (t->stride(2) < t->size(3) || t->stride(2) > std::numeric_limits<int>::max()) return false;
-    if (t->size(3) != query.size(3)) return false;
+    if (t->size(3) != query.size(3) || t->size(2) > std::numeric_limits<int>::max() / 2) return false;
   }
   if (value.size(1) != key.size(1) || query.size(1) % key.size(1) != 0) return false;
   if (!mask) return true;
   if (mask->scalar_type() != dtype || (mask->dim() != 2 && mask->dim() != 4)) return false;
   return mask->size(-1) == key.size(2) && (mask->stride(-1) == 1 || mask->size(-1) == 1);
+}
+
+// f(element, type of tiles), by the tensors' dtype.
+template <typename F>
+auto ByType(at::ScalarType dtype, F f) {
+  if (dtype == at::kDouble) return f(double(), double());
+  if (dtype == at::kHalf) return f(Float16(), float());
+  if (dtype == at::kFloat) return f(float(), float());
+  return NarrowTiles() ? f(BFloat16(), BFloat16()) : f(BFloat16(), float());
 }
 
 }  // namespace
@@ -312,9 +394,9 @@ std::tuple<at::Tensor, at::Tensor> CpuAttention(const at::Tensor& query, const a
   if (!cpu_attention::Covered(query, key, value, dropout_p, is_causal, mask)) {
     return at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, mask, scale);
   }
-  if (query.scalar_type() == at::kFloat)
-    return cpu_attention::Forward(cpu_attention::Call<float>(query, key, value, is_causal, mask, scale));
-  return cpu_attention::Forward(cpu_attention::Call<double>(query, key, value, is_causal, mask, scale));
+  return cpu_attention::ByType(query.scalar_type(), [&]<typename E, typename T>(E, T) {
+    return cpu_attention::Forward<E, T>(cpu_attention::Call<E>(query, key, value, is_causal, mask, scale));
+  });
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> CpuAttentionBackward(const at::Tensor& grad_out, const at::Tensor& query,
@@ -327,13 +409,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> CpuAttentionBackward(const at::Te
     return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad_out, query, key, value, out, logsumexp,
                                                                     dropout_p, is_causal, mask, scale);
   }
-  const at::Tensor grad =
-      grad_out.stride(3) == 1 && grad_out.stride(2) >= grad_out.size(3) ? grad_out : grad_out.contiguous();
-  if (query.scalar_type() == at::kFloat)
-    return cpu_attention::Backward(cpu_attention::Call<float>(query, key, value, is_causal, mask, scale), grad, out,
-                                   logsumexp);
-  return cpu_attention::Backward(cpu_attention::Call<double>(query, key, value, is_causal, mask, scale), grad, out,
-                                 logsumexp);
+  const at::Tensor grad = grad_out.stride(3) == 1 ? grad_out : grad_out.contiguous();
+  return cpu_attention::ByType(query.scalar_type(), [&]<typename E, typename T>(E, T) {
+    return cpu_attention::Backward<E, T>(cpu_attention::Call<E>(query, key, value, is_causal, mask, scale), grad, out,
+                                         logsumexp);
+  });
 }
 
 }  // namespace interlace

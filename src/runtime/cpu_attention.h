@@ -1,10 +1,11 @@
 // cpu_attention.h — fused attention on CPUs, with the arguments, results and layouts of torch's own operator
 // (_scaled_dot_product_flash_attention_for_cpu): query [batch, heads, rows, width], key and value [batch, heads or a
-// divisor of them, columns, width], an additive mask, logsumexp [batch, heads, rows] in the query's dtype. What no row
+// divisor of them, columns, width], an additive mask, logsumexp [batch, heads, rows] in the type of sums. What no row
 // of a block looks at (above the diagonal, or masked) is not computed, where torch's kernel computes 512 columns at a
-// time: a causal step on 512 tokens has half the work. float32 and float64 whose width is contiguous; the rest,
-// dropout, and what has neither a mask nor a diagonal go to torch's kernel. Bits depend on the data alone, not on
-// threads.
+// time: a causal step on 512 tokens has half the work. Products are oneDNN's for small tiles where the processor has
+// AVX-512, in bfloat16 where it has such products, else BLAS's; float16 and, elsewhere, bfloat16 in float32. What is
+// not covered (dropout, widths with gaps, and what has neither a mask nor a diagonal where products are BLAS's) goes to
+// torch's kernel. Bits depend on the data alone, not on threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -93,7 +93,7 @@ def test_a_resume_with_other_kernels_says_so(tmp_path: Path, caplog: pytest.LogC
     assert "bits" not in caplog.text
     large(kernels="torch").load(tmp_path)
     assert f"{tmp_path} was saved by a run with the kernels of torch {torch.__version__}, " in caplog.text
-    assert caplog.text.count("products by torch, attention by torch: it goes on with other bits") == 1
+    assert caplog.text.count("kernels by torch: it goes on with other bits") == 1
 
 
 def on_another_processor() -> list[str]:

@@ -24,7 +24,7 @@ from interlace.compiling.regions import Regions
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
 from interlace.config import Config, format_bytes
-from interlace.cost.machine import accelerator_name, allocator_bytes, beside_bytes, torch_version
+from interlace.cost.machine import KERNELS, accelerator_name, allocator_bytes, beside_bytes, torch_version
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
@@ -235,15 +235,14 @@ class Programs:
 
     @cached_property
     def kernels(self) -> str:
-        """What decides the bits of operators on this rank beside its program: "torch 2.13.0+cpu, AVX512, products by oneDNN"."""
+        """What decides operators' bits on this rank beside its program: "torch 2.13.0+cpu, AVX512, kernels 3, products by oneDNN"."""
         from interlace import _runtime
 
         found = [f"torch {torch_version()}"]
         if self.peers.device.type != "cpu":
             return ", ".join([*found, accelerator_name(self.peers.device)])
-        products = _runtime.products() if self.config.kernels == "auto" else "torch"
-        own = [] if self.config.kernels == "auto" else ["attention by torch"]
-        return ", ".join([*found, torch.backends.cpu.get_cpu_capability(), f"products by {products}", *own])
+        own = [f"kernels {KERNELS}", f"products by {_runtime.products()}"] if self.config.kernels == "auto" else ["kernels by torch"]
+        return ", ".join([*found, torch.backends.cpu.get_cpu_capability(), *own])
 
     def compare_digests(self, source: Source) -> None:
         """Error: a rank that has another text than rank 0 sent. Ranks whose kernels have other bits are said, once."""
