@@ -46,6 +46,22 @@ def products(rounds: int) -> None:
         )  # fmt: skip
 
 
+def packed(rounds: int) -> None:
+    """Products in bfloat16 with weights that oneDNN has packed, before the call or in it, beside the plain ones that a step makes."""
+    mkldnn = torch.ops.mkldnn
+
+    for m, k, n in PRODUCTS:
+        x, w = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16)
+        before, flops = mkldnn._reorder_linear_weight(w, m), 2.0 * m * k * n
+
+        def call(weight: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
+            return mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+        compared(f"{m} x {k} x {n}, bfloat16, packed before", flops, lambda x=x, w=w: torch.mm(x, w.T), lambda p=before: call(p), rounds)
+        compared("    packed in the call", flops, lambda x=x, w=w: torch.mm(x, w.T),
+                 lambda w=w, m=m: call(mkldnn._reorder_linear_weight(w, m)), rounds)  # fmt: skip
+
+
 def attention(rounds: int, dtype: torch.dtype) -> None:
     aten, own = torch.ops.aten, torch.ops.interlace
     forwards = aten._scaled_dot_product_flash_attention_for_cpu, own.attention_for_cpu
@@ -72,13 +88,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", choices=("products", "attention"))
+    parser.add_argument("--only", choices=("products", "packed", "attention"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of attention")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.only != "attention":
+    if args.only in (None, "products"):
         products(args.rounds)
-    if args.only != "products":
+    if args.only in (None, "packed"):
+        packed(args.rounds)
+    if args.only in (None, "attention"):
         attention(args.rounds, getattr(torch, args.dtype))
 
 

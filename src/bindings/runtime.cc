@@ -8,6 +8,7 @@
 
 #include "base/suggest.h"
 #include "ir/text.h"
+#include "runtime/cpu_attention.h"
 #include "runtime/cpu_products.h"
 #include "runtime/region_driver.h"
 #include "runtime/rule_loops.h"
@@ -323,6 +324,7 @@ PYBIND11_MODULE(_runtime, m) {
   m.def(
       "products", [] { return OneDnnPays(std::numeric_limits<int64_t>::max()) ? "oneDNN" : "torch"; },
       "Whose large matrix products in float32 run on this host's processor (runtime/cpu_products.h).");
+  m.def("attention_drops", &CpuAttentionDrops, "Whether attention on CPUs has a kernel with dropout (runtime/cpu_attention.h).");
   BindSnapshot(m, executor);
   BindTrace(m, executor);
   BindMeasure(m);

@@ -1,10 +1,12 @@
 // attention_factors.h — one call of attention on CPUs, and its rows as the factors of products (cpu_attention.cc).
 #pragma once
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -29,12 +31,14 @@ struct Call {
   int64_t chunk;         // columns of a block that are in memory at once
   bool causal;
   A scale;
+  double dropout;     // probability
+  uint64_t seed = 0;  // of what is dropped: the first number of torch's own generator, which keys have seeded
   const at::Tensor &query, &key, &value;
   const at::Tensor* mask = nullptr;
   int64_t mask_batch = 0, mask_head = 0, mask_row = 0;  // strides; 0 where it is the same for all
 
-  Call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, const std::optional<at::Tensor>& m,
-       std::optional<double> given)
+  Call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal,
+       const std::optional<at::Tensor>& m, std::optional<double> given)
       : batch(q.size(0)),
         heads(q.size(1)),
         shared(q.size(1) / k.size(1)),
@@ -47,9 +51,15 @@ struct Call {
         chunk(std::min(kChunk, padded)),
         causal(causal),
         scale(static_cast<A>(given ? *given : 1 / std::sqrt(static_cast<double>(q.size(3))))),
+        dropout(dropout),
         query(q),
         key(k),
         value(v) {
+    if (dropout > 0) {
+      at::Generator generator = at::detail::getDefaultCPUGenerator();
+      const std::lock_guard lock(generator.mutex());
+      seed = at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
+    }
     if (!m) return;
     mask = &*m;
     const int64_t dims = m->dim();

@@ -15,6 +15,7 @@ namespace {
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 using Doubles = double __attribute__((vector_size(128)));
+using Words = uint32_t __attribute__((vector_size(64)));
 using Longs = int64_t __attribute__((vector_size(128)));
 template <typename A>
 using Lanes = std::conditional_t<std::is_same_v<A, float>, Floats, Doubles>;
@@ -82,6 +83,21 @@ template <typename A>
   }
 }
 
+// 0 or the factor of what is kept, of 16 lanes of line j, from lane l on: an avalanche over the place in two rounds.
+template <typename A>
+[[gnu::always_inline]] inline void Keep(const Drop<A>& drop, int64_t j, int64_t l, Lanes<A>& keep) {
+  Words x;
+  for (int i = 0; i < kLanes; ++i) x[i] = static_cast<uint32_t>(i);
+  x = (x + static_cast<uint32_t>(drop.row + l)) * 0x9E3779B1u ^
+      (static_cast<uint32_t>(drop.column + j) * 0x85EBCA77u + drop.key);
+  x ^= x >> 16, x *= 0x7FEB352Du, x ^= x >> 15, x *= 0x846CA68Bu, x ^= x >> 16;
+  const Ints kept = reinterpret_cast<Ints>(x >> 8) < drop.below;
+  if constexpr (std::is_same_v<A, float>)
+    keep = kept ? Floats{} + drop.factor : Floats{};
+  else
+    for (int i = 0; i < kLanes; ++i) keep[i] = kept[i] != 0 ? drop.factor : 0;
+}
+
 }  // namespace
 
 template <typename E>
@@ -128,8 +144,13 @@ INTERLACE_CLONES void ExpSums(const ScoreTile<A>& scores, const A* less, A* sum)
       A* const at = scores.at + j * scores.lanes + l;
       Load(at, v);
       Exp(v - less_here, v);
-      Store(v, at);
       sum_here += v;
+      if (scores.drop != nullptr) {
+        Lanes<A> keep;
+        Keep(*scores.drop, j, l, keep);
+        v *= keep;
+      }
+      Store(v, at);
     }
     Store(sum_here, sum + l);
   }
@@ -145,7 +166,14 @@ INTERLACE_CLONES void ScoreGradients(const ScoreTile<A>& scores, const A* less, 
       Look(scores, j, l, p);
       Exp(p - less_here, p);
       Load(d + at, dp);
-      Store(p, scores.at + at);
+      if (scores.drop == nullptr) {
+        Store(p, scores.at + at);
+      } else {
+        Lanes<A> keep;
+        Keep(*scores.drop, j, l, keep);
+        Store(p * keep, scores.at + at);
+        dp *= keep;
+      }
       Store(p * (dp - dot_here), d + at);
     }
   }

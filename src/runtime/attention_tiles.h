@@ -32,6 +32,15 @@ void Transpose(const A* from, int64_t ld, int64_t rows, int64_t columns, A* to, 
 // Lines 2i and 2i + 1 become one, number by number in turn: the right factor of a product in bfloat16.
 void Pairs(const float* from, int64_t lines, int64_t columns, BFloat16* to);
 
+// Which shares of a head's rows are dropped: a number drawn for each place, the same whenever it is asked for.
+template <typename A>
+struct Drop {
+  uint32_t key;         // of the head
+  int32_t below;        // of 2^24: kept
+  int64_t row, column;  // of the first lane and line
+  A factor;             // of those that are kept
+};
+
 // Scores as products give them, and what of them counts.
 template <typename A>
 struct ScoreTile {
@@ -41,6 +50,7 @@ struct ScoreTile {
   int64_t diagonal;  // line j is seen by lanes from j - diagonal on
   A scale;
   const A* mask;  // [lines, lanes], or nullptr
+  const Drop<A>* drop = nullptr;
 };
 
 // scores = scale * scores + mask, -inf where they are not seen; largest[lane] of them, -inf where none is a number.
@@ -48,11 +58,12 @@ template <typename A>
 void Largest(const ScoreTile<A>& scores, A* largest);
 
 // scores = exp(scores - less[lane]), within 2 ulp; their sums are added to sum[lane]. NaN stays; float32 below
-// exp(-87.3) is 0.
+// exp(-87.3) is 0. What is dropped is 0 after it was added.
 template <typename A>
 void ExpSums(const ScoreTile<A>& scores, const A* less, A* sum);
 
-// scores = exp(scale * scores + mask - less[lane]), 0 where they are not seen; d = scores * (d - dot[lane]).
+// p = exp(scale * scores + mask - less[lane]), 0 where they are not seen; scores = keep * p, d = p * (keep * d -
+// dot[lane]), where keep is 0 or the factor of what is kept, 1 without drops.
 template <typename A>
 void ScoreGradients(const ScoreTile<A>& scores, const A* less, const A* dot, A* d);
 

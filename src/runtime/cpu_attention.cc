@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "runtime/attention_factors.h"
+#include "runtime/random.h"
 
 // The BLAS that torch is linked with, and oneDNN's products of small tiles; where it shows none, torch's kernel runs.
 extern "C" {
@@ -103,12 +104,27 @@ void Multiply(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t lda, c
 
 // ---- forward ----
 
-template <typename E, typename A>
-ScoreTile<A> Tile(const Call<E>& call, int64_t row, int64_t lanes, int64_t column, int64_t lines, A* at,
-                  const A* mask) {
-  const int64_t diagonal = call.causal ? row - column : std::numeric_limits<int64_t>::max() / 2;
-  return {at, lines, lanes, call.columns - column, diagonal, call.scale, mask};
-}
+template <typename A>
+struct Tile {
+  Drop<A> drop;
+  ScoreTile<A> scores;
+
+  template <typename E>
+  Tile(const Call<E>& call, int64_t b, int64_t h, int64_t row, int64_t lanes, int64_t column, int64_t lines, A* at,
+       const A* mask)
+      : drop{static_cast<uint32_t>(MixKey(call.seed, 0, 0, static_cast<uint64_t>(b), static_cast<uint64_t>(h))),
+             static_cast<int32_t>((1 - call.dropout) * (1 << 24)), row, column, static_cast<A>(1 / (1 - call.dropout))},
+        scores{at,
+               lines,
+               lanes,
+               call.columns - column,
+               call.causal ? row - column : std::numeric_limits<int64_t>::max() / 2,
+               call.scale,
+               mask,
+               call.dropout > 0 ? &drop : nullptr} {}
+  Tile(const Tile&) = delete;
+  Tile& operator=(const Tile&) = delete;
+};
 
 template <typename E, typename T>
 struct ForwardRoom {
@@ -147,8 +163,8 @@ void ForwardBlock(const Call<E>& call, const ForwardRoom<E, T>& room, int64_t b,
       room.factors.Mask({call.MaskRow(b, h, row) + column, call.mask_row}, m, std::min(n, call.columns - column),
                         room.mask);
     }
-    ScoreTile<A> scores = Tile(call, row, lanes, column, n, room.s, room.mask);
-    Largest(scores, here);
+    const Tile<A> tile(call, b, h, row, lanes, column, n, room.s, room.mask);
+    Largest(tile.scores, here);
     bool grows = false;
     for (int64_t r = 0; r < lanes; ++r) {
       const A now = std::max(largest[r], here[r]);
@@ -158,7 +174,7 @@ void ForwardBlock(const Call<E>& call, const ForwardRoom<E, T>& room, int64_t b,
       sum[r] *= factor[r], largest[r] = now;
     }
     if (column > first && grows) ScaleLanes(room.o, call.wide, lanes, factor);
-    ExpSums(scores, less, sum);
+    ExpSums(tile.scores, less, sum);
     const T* p;
     if constexpr (Factors<E, T>::kSame)
       p = room.s;
@@ -300,7 +316,8 @@ void BackwardBlock(const Call<E>& call, const BackwardRoom<E, T>& room, int64_t 
       room.factors.Mask({call.MaskRow(b, h, row) + column, call.mask_row}, m, std::min(n, call.columns - column),
                         room.mask);
     }
-    ScoreGradients(Tile(call, row, lanes, column, n, room.s, room.mask), less, dot, room.d);
+    const Tile<A> tile(call, b, h, row, lanes, column, n, room.s, room.mask);
+    ScoreGradients(tile.scores, less, dot, room.d);
     const T *p, *ds, *ds_right;
     if constexpr (BackwardRoom<E, T>::kSame) {
       p = room.s, ds = ds_right = room.d;
@@ -357,16 +374,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> Backward(const Call<E>& call, con
 
 // ---- what is covered ----
 
+// With a width that has no gaps.
+at::Tensor Whole(const at::Tensor& t) {
+  return t.dim() == 4 && t.stride(3) != 1 ? t.contiguous() : t;
+}
+
 bool Covered(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout_p, bool is_causal,
              const std::optional<at::Tensor>& mask) {
   const auto dtype = query.scalar_type();
   const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
   if (!narrow && dtype != at::kFloat && dtype != at::kDouble) return false;
   if (dtype == at::kDouble ? dgemm_ == nullptr : sgemm_ == nullptr && !OneDnnTiles()) return false;
-  if (!is_causal && !mask && (dtype == at::kDouble || !OneDnnTiles())) return false;  // nothing to leave out
-  if (dropout_p != 0 || query.numel() == 0 || key.numel() == 0) return false;
+  const bool leaves_out = is_causal || mask || dropout_p != 0;
+  if (!leaves_out && (dtype == at::kDouble || !OneDnnTiles())) return false;
+  if (query.numel() == 0 || key.numel() == 0) return false;
   for (const at::Tensor* t : {&query, &key, &value}) {
-    if (t->dim() != 4 || t->scalar_type() != dtype || t->stride(3) != 1) return false;
+    if (t->dim() != 4 || t->scalar_type() != dtype) return false;
     if (t->size(3) != query.size(3) || t->size(2) > std::numeric_limits<int>::max() / 2) return false;
   }
   if (value.size(1) != key.size(1) || query.size(1) % key.size(1) != 0) return false;
@@ -388,14 +411,19 @@ auto ByType(at::ScalarType dtype, F f) {
 
 }  // namespace cpu_attention
 
+bool CpuAttentionDrops() {
+  return sgemm_ != nullptr && dgemm_ != nullptr;
+}
+
 std::tuple<at::Tensor, at::Tensor> CpuAttention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                                 double dropout_p, bool is_causal, const std::optional<at::Tensor>& mask,
                                                 std::optional<double> scale) {
-  if (!cpu_attention::Covered(query, key, value, dropout_p, is_causal, mask)) {
+  const at::Tensor q = cpu_attention::Whole(query), k = cpu_attention::Whole(key), v = cpu_attention::Whole(value);
+  if (!cpu_attention::Covered(q, k, v, dropout_p, is_causal, mask)) {
     return at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, mask, scale);
   }
   return cpu_attention::ByType(query.scalar_type(), [&]<typename E, typename T>(E, T) {
-    return cpu_attention::Forward<E, T>(cpu_attention::Call<E>(query, key, value, is_causal, mask, scale));
+    return cpu_attention::Forward<E, T>(cpu_attention::Call<E>(q, k, v, dropout_p, is_causal, mask, scale));
   });
 }
 
@@ -405,14 +433,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> CpuAttentionBackward(const at::Te
                                                                     double dropout_p, bool is_causal,
                                                                     const std::optional<at::Tensor>& mask,
                                                                     std::optional<double> scale) {
-  if (!cpu_attention::Covered(query, key, value, dropout_p, is_causal, mask) || out.stride(3) != 1) {
+  const at::Tensor q = cpu_attention::Whole(query), k = cpu_attention::Whole(key), v = cpu_attention::Whole(value);
+  if (!cpu_attention::Covered(q, k, v, dropout_p, is_causal, mask)) {
     return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad_out, query, key, value, out, logsumexp,
                                                                     dropout_p, is_causal, mask, scale);
   }
-  const at::Tensor grad = grad_out.stride(3) == 1 ? grad_out : grad_out.contiguous();
   return cpu_attention::ByType(query.scalar_type(), [&]<typename E, typename T>(E, T) {
-    return cpu_attention::Backward<E, T>(cpu_attention::Call<E>(query, key, value, is_causal, mask, scale), grad, out,
-                                         logsumexp);
+    return cpu_attention::Backward<E, T>(cpu_attention::Call<E>(q, k, v, dropout_p, is_causal, mask, scale),
+                                         cpu_attention::Whole(grad_out), cpu_attention::Whole(out), logsumexp);
   });
 }
 

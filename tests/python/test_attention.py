@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +132,69 @@ def test_the_kernel_of_cpus_keeps_what_is_not_a_number_and_the_bits_of_any_threa
     out, _ = forward(q, k, v, 0.0, True)
     assert torch.equal(out.isnan(), FORWARD(q, k, v, 0.0, True)[0].isnan())
     assert out[0, 0, 3].isnan().all() and not out[0, 0, 2].isnan().any()
+
+
+def dropped(*given: Any, p: float, causal: bool = False, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results and sums with what seed 5 drops."""
+    torch.manual_seed(5)
+    return torch.ops.interlace.attention_for_cpu(*given, p, causal, attn_mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["whole", "causal", "padded", "window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("heads, shared, rows, width", [(2, 1, 24, 16), (4, 2, 300, 33)])
+def test_dropout_drops_the_same_in_the_gradient(dtype: torch.dtype, kind: str, heads: int, shared: int, rows: int, width: int) -> None:
+    generator, p = torch.Generator().manual_seed(rows), 0.25
+    q, k, v, grad = (
+        torch.randn(2, rows, n, width, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for n in (heads, heads // shared, heads // shared, heads)
+    )
+    mask, causal = tiles(kind, 2, heads, rows, dtype, generator), kind == "causal"
+    # What is kept: values that are 1 for one column each show the shares.
+    kept = torch.zeros(2, heads, rows, rows, dtype=torch.bool)
+    for begin in range(0, rows, width):
+        ones = torch.zeros(2, heads // shared, rows, width, dtype=dtype)
+        n = min(width, rows - begin)
+        ones[:, :, begin : begin + n, :n] = torch.eye(n, dtype=dtype)
+        kept[..., begin : begin + n] = dropped(q, k, ones, p=p, causal=causal, mask=mask)[0][..., :n] != 0
+    x, y, z = (t.double().detach().requires_grad_() for t in (q, k, v))
+    scores = x @ y.repeat_interleave(shared, 1).transpose(2, 3) / math.sqrt(width)
+    scores = scores.masked_fill(torch.ones(rows, rows).triu(1).bool(), -math.inf) if causal else scores
+    scores = scores if mask is None else scores + mask.double()
+    shares = scores.softmax(-1)
+    out = (shares * kept / (1 - p)) @ z.repeat_interleave(shared, 1)
+    gradients = torch.autograd.grad(out, (x, y, z), grad.double())
+    seen = shares > 1e-6  # of bfloat16 some shares of a row are none
+    assert abs(kept[seen].double().mean().item() - (1 - p)) < (0.03 if rows > 100 else 0.1)
+    assert rows < 100 or not torch.equal(kept[0, 0], kept[0, 1]) and not torch.equal(kept[0, 0], kept[1, 0])
+    ours, sums = dropped(q, k, v, p=p, causal=causal, mask=mask)
+    torch.manual_seed(5)
+    found = torch.ops.interlace.attention_for_cpu_backward(grad, q, k, v, ours, sums, p, causal, attn_mask=mask)
+    close = {torch.float32: 3e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
+    for a, wanted in zip((ours, *found), (out, *gradients), strict=True):
+        torch.testing.assert_close(a.double(), wanted, rtol=close, atol=close * max(1.0, wanted.abs().max().item()))
+
+
+def encoder_run(**settings: Any) -> tuple[list[float], str, int]:
+    """Losses of a torch.nn layer whose attention has dropout, the captured operators' names, bytes of activations."""
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout=0.1, batch_first=True)
+    batch, optimizer = torch.randn(4, 64, 64), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = interlace.Config(schedule=[], cache="off", **settings)
+    trainer = interlace.compile(model, optimizer, lambda m, x: m(x).square().mean(), batch, config)
+    losses = [trainer.step(batch).item() for _ in range(4)]
+    return losses, trainer.program, int(trainer.summary()["activation_peak_bytes"])
+
+
+def test_a_layer_of_torch_with_dropout_keeps_no_scores() -> None:
+    losses, text, peak = encoder_run()
+    assert text.count("flash_attention_for_cpu(") == 1 and len(re.findall(r"flash_attention_for_cpu\w*\(.*rng=0\b", text)) == 2
+    assert encoder_run()[0] == losses and encoder_run(seed=1)[0] != losses
+    assert encoder_run(passes="canonicalize,recompute(blocks=self_attn),shard(ranks=1),update")[0] == losses  # drawn again, the same
+    theirs, other, more = encoder_run(kernels="torch")
+    assert "flash_attention" not in other and peak < 0.8 * more
+    assert losses == pytest.approx(theirs, rel=0.05) and losses != theirs
+    assert "flash_attention" not in encoder_run(rng="compat")[1]
 
 
 def test_a_training_uses_it_unless_torch_is_asked_for() -> None:

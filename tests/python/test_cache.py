@@ -308,6 +308,20 @@ def test_probabilities_are_taken_out_and_put_back() -> None:
         assert take_out(other) == (other, {})
 
 
+def test_probabilities_of_attention_are_taken_out_and_put_back() -> None:
+    """A dropped share, not a kept one, of both parts and of what recomputation repeats."""
+    name = "aten._scaled_dot_product_flash_attention_for_cpu"
+    forward = f"  %7: f32[4], %8: f32[4] = {name}(%11, %12, %13, 0.1, true, scale=0.1) {{fwd rng=4}}\n"
+    backward = f"  %9: f32[4], _, _ = {name}_backward(%16, %11, %12, %13, %7, %8, 0.1, true, attn_mask=none, scale=0.1) {{bwd rng=4}}\n"
+    text = DROPPED.replace("}\n}", "}\n" + forward + forward.replace("fwd", "bwd") + backward + "}")
+    template, numbers = take_out(text)
+    assert numbers == {3: "0.9", 4: "0.1"} and template.count("<drop 4>") == 3 and template.count("0.1") == 3
+    assert put_back(template, numbers) == text
+    assert changed(text, [("a.p", 0.1)], [("a.p", 0.25)]) is None  # the scale may be made of it
+    other = changed(text.replace("scale=0.1", "scale=0.5"), [("a.p", 0.1)], [("a.p", 0.25)])
+    assert other is not None and other.count(", 0.25") == 3 and other.count("0.75") == 2 and "0.1" not in other and "0.9" not in other
+
+
 def test_other_probabilities_are_put_into_a_text_only_where_it_is_sure() -> None:
     old, new = [("a.p", 0.1)], [("a.p", 0.25)]
     assert changed(DROPPED, old, old) == DROPPED

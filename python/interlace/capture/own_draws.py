@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from interlace.capture.attention import BACKWARD
 from interlace.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class OwnDraws:
         self._recorder = recorder
         self.drawn: list[tuple[str, str | None, Tensor]] = []
         self._reseeds = ""
+        self._streams: dict[int, int] = {}  # by the value of what would be a second result
 
     def draw(self, func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
         """What the operator gives; `args` are fakes, the generator is in `kwargs`."""
@@ -70,10 +72,17 @@ class OwnDraws:
         before, self._reseeds = self._reseeds, name
         return before
 
-    def check(self) -> None:
-        """Before a draw from the program's streams. Error: the model expects it to begin with a seed, or where another one did."""
+    def begin(self, value: int, stream: int) -> int:
+        """The stream, before a draw from it whose first result is `value`. Error: the model expects it to begin with a seed, or where
+        another one did."""
         if self._reseeds:
             raise CaptureError(
                 f"random numbers are drawn after {self._reseeds}() while the model runs, and a program draws from streams of its own; leave "
                 "that out, or pass fullgraph=False to run that module in Python"
             )
+        self._streams[value + 1] = stream
+        return stream
+
+    def again(self, func: OpOverload, args: tuple) -> int | None:
+        """The stream that the gradient of attention with dropout draws from: that of the operator that gave its second result, the sums."""
+        return self._streams[self._recorder.value_of(args[5])] if func is BACKWARD and args[6] != 0 else None

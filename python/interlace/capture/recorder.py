@@ -309,9 +309,10 @@ class Recorder(TorchDispatchMode):
             owners.append(storage)
             value += 1
         if info.random and draws(info, args, kwargs):
-            self.own_draws.check()
-            attrs = f" rng={self._next_stream}"
+            attrs = f" rng={self.own_draws.begin(self.next_value, self._next_stream)}"
             self._next_stream += 1
+        elif (stream := self.own_draws.again(func, args)) is not None:
+            attrs = f" rng={stream}"
         else:
             self.constants.note(func, args, kwargs, tensors)
         ids = self._line(info.name, text, decls, attrs)

@@ -2,9 +2,10 @@
 
     %8: f32[4,8] = aten.bernoulli.p(%7, 0.9) {fwd m2 rng=3}         →  aten.bernoulli.p(%7, <keep 3>)
     %9: f32[4,8] = aten.div.Scalar(%8, 0.9) {fwd m2}                →  aten.div.Scalar(%8, <keep 3>)
+    ... = aten._scaled_dot_product_flash_attention_for_cpu(%1, %2, %3, 0.1) {fwd rng=4}   →  ...(%1, %2, %3, <drop 4>)
 
-Only this form, in which torch traces dropout, is taken: a mask of which nothing is made but its division by the same number. Every other
-random op keeps its numbers, and then texts with other numbers are other texts.
+Only these forms are taken: that in which torch traces dropout, a mask of which nothing is made but its division by the same number, and
+attention's own dropout. Every other random op keeps its numbers, and then texts with other numbers are other texts.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from typing import Any
 
 _DRAW = re.compile(r"^(\s*(%\d+): .* = aten\.bernoulli\.p\(%\d+, )([0-9.e+-]+)(\) \{.*\brng=(\d+)\b.*)$")
 _SCALE = re.compile(r"^(\s*%\d+: .* = aten\.div\.Scalar\((%\d+), )([0-9.e+-]+)(\).*)$")
+_ATTENTION = re.compile(
+    r"^(.* = aten\._scaled_dot_product_flash_attention_for_cpu(?:_backward)?\((?:%\d+, )+)([0-9.e+-]+)([,)].* rng=(\d+)\b.*)$"
+)
 _VALUE = re.compile(r"%\d+")
 _FLOAT = re.compile(r"(?<![\w.%])-?\d+\.\d*(?:e[+-]?\d+)?(?![\w.])")
-_MARK = re.compile(r"<keep (\d+)>")
+_MARK = re.compile(r"<(?:keep|drop) (\d+)>")
 
 
 def take_out(text: str) -> tuple[str, dict[int, str]]:
-    """The text with marks in place of what dropouts keep, and those numbers by the key of their stream."""
+    """The text with marks in place of what dropouts keep, or drop, and those numbers by the key of their stream."""
     lines = text.split("\n")
+    numbers: dict[int, str] = {}
     draws: dict[str, tuple[int, int, str]] = {}  # result → line, key, number
     scales: dict[str, list[int]] = {}
     for i, line in enumerate(lines):
@@ -32,6 +37,9 @@ def take_out(text: str) -> tuple[str, dict[int, str]]:
             draws[found[2]] = (i, int(found[5]), found[3])
         elif "aten.div.Scalar(" in line and (found := _SCALE.match(line)):
             scales.setdefault(found[2], []).append(i)
+        elif "flash_attention_for_cpu" in line and (found := _ATTENTION.match(line)):
+            numbers[int(found[4])] = found[2]
+            lines[i] = f"{found[1]}<drop {found[4]}>{found[3]}"
     uses: Counter[str] = Counter()
     for line in lines:
         # Liveness marks and places are no uses of the number.
@@ -39,7 +47,6 @@ def take_out(text: str) -> tuple[str, dict[int, str]]:
             left, equals, right = line.partition(" = ")
             uses.update(name for name in _VALUE.findall(right if equals else left) if name in draws)
     marks: list[tuple[int, int]] = []
-    numbers: dict[int, str] = {}
     spoiled: set[int] = set()
     for result, (at, key, number) in draws.items():
         own = scales.get(result, [])
@@ -106,7 +113,7 @@ def changed(text: str, old: Iterable[tuple[str, float]], new: Iterable[tuple[str
         if becomes.setdefault(before, after) != after:
             return None
     rest, numbers = take_out(text)
-    if " rng=" in _MARK.sub("", "\n".join(line for line in rest.split("\n") if "<keep" not in line)):
+    if any(" rng=" in line and not _MARK.search(line) for line in rest.split("\n")):
         return None  # another random op may have it in another form
     moved = [p for p, q in becomes.items() if p != q]
     telling = {x for p in moved for x in (p, 1 - p, 1 / (1 - p) if p != 1 else p)}
@@ -115,7 +122,8 @@ def changed(text: str, old: Iterable[tuple[str, float]], new: Iterable[tuple[str
     keeps = {1 - p: 1 - q for p, q in becomes.items()}
     fresh: dict[int, str] = {}
     for key, number in numbers.items():
-        if float(number) not in keeps:
+        known = becomes if f"<drop {key}>" in rest else keeps
+        if float(number) not in known:
             return None
-        fresh[key] = repr(keeps[float(number)])
+        fresh[key] = repr(known[float(number)])
     return put_back(rest, fresh)

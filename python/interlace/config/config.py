@@ -104,9 +104,10 @@ class Config:
     device_graphs    accelerators: micro-batches of a program that has settled are captured once and then given to the device whole, which
                      costs the host no time an op: "auto" where that can be (stats()["graphs"] says why not; on several CUDA devices
                      it was never tried, and is not), True (an error where it cannot), False. With the bits of ops that are given one by one
-    kernels          on CPUs: "auto", the fastest that is known: causal and masked attention by one of our own, which computes no block of
-                     scores that no row looks at (half the work below a diagonal), and on AMD's processors with AVX-512 large products in
-                     float32 by oneDNN, not MKL; "torch", PyTorch's own, with its bits
+    kernels          on CPUs: "auto", the fastest that is known: attention by one of our own, which computes no block of scores that no row
+                     looks at (half the work below a diagonal), has tiles in bfloat16 where the processor has products for them, and
+                     keeps no scores where it drops some (`dropout_p`; where the mesh has an axis tp it is taken apart as torch does);
+                     on AMD's processors with AVX-512 large products in float32 by oneDNN, not MKL; "torch", PyTorch's own, with its bits
     regions          CPUs and CUDA: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the
                      cache (docs/regions.md): "on", "exact" (CPUs: only those with the bits of their ops, compared when they are made),
                      "off"; "auto": on for CUDA devices that kernels can be made for, but not with debug or deterministic, off on CPUs

@@ -1,0 +1,72 @@
+"""Attention with dropout as one operator, which torch's CPU takes apart: scores, shares and masks of all pairs of tokens are in memory then.
+
+    F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+      →  %9, %10 = aten._scaled_dot_product_flash_attention_for_cpu(%1, %2, %3, 0.1, false) {fwd rng=0}
+         ... = aten._scaled_dot_product_flash_attention_for_cpu_backward(%20, %1, %2, %3, %9, %10, 0.1, false) {bwd rng=0}
+
+The runtime's own kernel (src/runtime/cpu_attention.h) drops the same in both, for they draw from one stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensor
+
+Tensor = torch.Tensor
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def attention_with_dropout() -> Iterator[None]:
+    """What calls torch.nn.functional's function within."""
+    theirs = F.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        given: list[Any] = [query, key, value, attn_mask]
+        if isinstance(dropout_p, float) and 0 < dropout_p < 1 and isinstance(query, FakeTensor):
+            given = [_cast(t) for t in given]
+            if _fits(*given, is_causal, enable_gqa):
+                q, k, v, mask = given
+                return FORWARD(q, k, v, dropout_p, is_causal, attn_mask=_added(mask, q), scale=scale)[0]
+        return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = theirs
+
+
+def _cast(t: Any) -> Any:
+    """As an autocast region has it: its list of narrow functions names attention, not the operator."""
+    if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype == torch.float64 or not torch.is_autocast_enabled("cpu"):
+        return t
+    return t.to(torch.get_autocast_dtype("cpu"))
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
+    if any(t.dim() != 4 or t.dtype != q.dtype or t.shape[-1] != q.shape[-1] or t.shape[0] != q.shape[0] for t in (q, k, v)):
+        return False
+    if q.dtype not in _DTYPES or k.shape[1] != v.shape[1] or (k.shape[1] != q.shape[1] and not enable_gqa):
+        return False
+    if mask is None:
+        return True
+    fits = mask.dim() in (2, 4) and mask.dtype in (torch.bool, q.dtype) and not mask.requires_grad and not is_causal
+    return fits and mask.shape[-1] == k.shape[2] and mask.shape[-2] in (1, q.shape[2])
+
+
+def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask of what counts as one that is added."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask.logical_not(), float("-inf"))
