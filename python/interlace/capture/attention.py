@@ -32,11 +32,9 @@ def attention_with_dropout() -> Iterator[None]:
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        given: list[Any] = [query, key, value, attn_mask]
         if isinstance(dropout_p, float) and 0 < dropout_p < 1 and isinstance(query, FakeTensor):
-            given = [_cast(t) for t in given]
-            if _fits(*given, is_causal, enable_gqa):
-                q, k, v, mask = given
+            q, k, v, mask = (_cast(t) for t in (query, key, value, attn_mask))
+            if _fits(q, k, v, mask, is_causal, enable_gqa):
                 return FORWARD(q, k, v, dropout_p, is_causal, attn_mask=_added(mask, q), scale=scale)[0]
         return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 

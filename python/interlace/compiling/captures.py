@@ -58,7 +58,7 @@ class Captures:
 
     @cached_property
     def fused(self) -> bool:
-        """Whether attention with dropout is one operator: a kernel of the runtime's own for CPUs. Ranks of tp would drop alike in unlike heads."""
+        """Whether attention with dropout is one operator, of the runtime's own for CPUs. Ranks of tp would drop alike in unlike heads."""
         from interlace import _runtime
 
         meshes = [dict(self.config.axes or ()), *self.config.stage_meshes]

@@ -118,7 +118,8 @@ class Run:
         """Says where this machine's operators have other bits than those of the loaded checkpoint's."""
         now = self.programs.kernels
         if then is not None and then != now and self.rank == 0:
-            log.warning("%s was saved by a run with the kernels of %s, this run has those of %s: it goes on with other bits", folder, then, now)
+            said = "%s was saved by a run with the kernels of %s, this run has those of %s: it goes on with other bits"
+            log.warning(said, folder, then, now)
 
     def compare_regions(self) -> None:
         """Says where the kernels are not those that the loaded checkpoint was trained with; again when they are compiled."""
