@@ -42,6 +42,7 @@ class Constants:
         self._recipes: dict[int, tuple[OpOverload | None, tuple, dict, int]] = {}
         self._by_storage: dict[int, list[int]] = {}
         self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
+        self.writes = 0  # counted by rewrites.py alone
         self._complex: dict[tuple[complex, torch.dtype], Tensor] = {}
 
     def complex_number(self, number: complex, beside: tuple[torch.dtype, ...]) -> Tensor:
@@ -77,6 +78,13 @@ class Constants:
         for i, r in enumerate(results):
             if r is not None:
                 self._add(r, (func, args, kwargs, i), of_inputs)
+
+    def whole(self, view: Tensor, of: Tensor) -> None:
+        """`view` shows all of the storage of `of`."""
+
+    def written(self, t: Tensor, new: Tensor) -> None:
+        """The storage of `t` has what `new` holds."""
+        self.forget(t)
 
     def forget(self, t: Tensor) -> None:
         """The storage of `t` was written."""

@@ -28,6 +28,7 @@ from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Un
 from interlace.capture.own_draws import RATHER
 from interlace.capture.reads import TURNS, Hidden, Telling, around, depends
 from interlace.capture.real_run import Resized, grow
+from interlace.capture.rewrites import Written
 from interlace.capture.sites import OUTSIDE, is_installed
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
@@ -60,6 +61,7 @@ class Captured:
     ways: list[Way]  # what Python has read of the example batch
     grown: list[str]  # buffers that have got another size
     begun: list[str]  # places of None that a step puts tensors into
+    rewrites: list[str]  # trained parameters that the model writes
 
 
 def capture(
@@ -101,10 +103,16 @@ def capture(
     with without_collection():
         loss_fn = loss_fn or default_loss
         watch = watch or Watch(model, loss_fn)
-        trace, grown = None, list[str]()
+        trace, grown, rewrites = None, list[str](), False
         while trace is None:
             try:
-                trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+                trace = _traced(
+                    model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites
+                )
+            except Written:
+                if symbolic or rewrites:
+                    raise
+                rewrites = True
             except FrozenWritten as e:
                 count_as_buffers(model, e.names)
                 tensors = collect(model)
@@ -123,7 +131,7 @@ def capture(
         opaque=list(trace.opaque_calls), opaque_calls=opaque_calls,
         sometimes=only_in(opaque_calls, params, trace.recorder.lines) if opaque_calls else [],
         num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=trace.ways.read, grown=grown,
-        begun=[c.where for c in trace.begun],
+        begun=[c.where for c in trace.begun], rewrites=list(trace.rewrites),
     )  # fmt: skip
 
 
@@ -141,14 +149,14 @@ def default_loss(model: nn.Module, batch: Any) -> Any:
 def _traced(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
+    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
 ) -> Trace:  # fmt: skip
     """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
-        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
     device = device_type(t.real for t in tensors)
     with regions_opened(device) as opened:
-        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
     if opened:
         return trace
 
@@ -156,13 +164,13 @@ def _traced(
         with torch.autocast(device):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
 
 
 def _whole(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
+    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
 ) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
@@ -171,7 +179,7 @@ def _whole(
     while True:
 
         def trace() -> Trace:
-            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained)  # noqa: B023
+            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained, rewrites)  # noqa: B023
 
         found = trace()
         try:
@@ -179,7 +187,7 @@ def _whole(
             found = _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
-        except (FrozenWritten, Resized):
+        except (FrozenWritten, Resized, Written):
             raise
         except CaptureError as e:
             path = found.sites.failed

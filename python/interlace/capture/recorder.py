@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
 
     def moved(self, t: Tensor) -> bool:
         """Whether a declared tensor got another storage (`t.data = ...`)."""
-        return self._storages.get(t.untyped_storage()._cdata) is not self.declared[id(t)]
+        return self._storages.get(t.untyped_storage()._cdata) is not self.declared.get(id(t), self._entries[id(t)].storage)
 
     def was_written(self, t: Tensor) -> bool:
         return self.moved(t) or self._entries[id(t)].storage.version > 0
@@ -445,7 +445,7 @@ class Recorder(TorchDispatchMode):
                 raise CaptureError("a tensor with gaps in its storage is written in place; make it contiguous first")
         storage.root = value
         storage.version += 1
-        self.constants.forget(t)
+        self.constants.written(t, new)
         entry = self._entries[id(t)]
         if self._is_whole(t, storage):
             entry.value, entry.version = value, storage.version
@@ -455,6 +455,7 @@ class Recorder(TorchDispatchMode):
         with self.fakes:
             whole = torch.as_strided(t, storage.size, storage.stride, 0)
         self._entries[id(whole)] = Entry(storage.root, storage, whole)
+        self.constants.whole(whole, t)
         return whole
 
     def _mutate_copies(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
@@ -17,7 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture.casts import Casts, regions_of
 from interlace.capture.check_ops import check_op_kinds
-from interlace.capture.constants import Constants
+from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.effects import Stored, generators
 from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
@@ -28,6 +29,7 @@ from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCa
 from interlace.capture.reads import Hidden, Telling, Told, depends, numbers_in, reading
 from interlace.capture.real_run import Resized, resized
 from interlace.capture.recorder import Recorder
+from interlace.capture.rewrites import Rewrites, Written, leaves_of, without
 from interlace.capture.sites import OUTSIDE, Sites, line_now, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
@@ -46,7 +48,7 @@ from interlace.capture.tracing import (
 )
 from interlace.capture.watch import Change
 from interlace.capture.ways import Ways, buffer_of
-from interlace.capture.writes import refuse_writes
+from interlace.capture.writes import refuse_writes, said
 from interlace.errors import CaptureError, InterlaceError
 from interlace.version import __version__
 
@@ -61,10 +63,10 @@ class Trace:
     def __init__(
         self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
         opaque_calls: dict[str, list[OpaqueCall]], casts: Casts, example: Any = None, undecided: Collection[str] = (),
-        trained: Collection[str] = (),
+        trained: Collection[str] = (), rewrites: bool = False,
     ) -> None:  # fmt: skip
         """`example`: the batch whose ways (ways.py) are taken, but at places that are `undecided`; None: Python may read none. `trained`:
-        names of parameters that get a gradient of zeros where they have none."""
+        names of parameters that get a gradient of zeros where they have none. `rewrites`: what writes trained parameters is looked for."""
         self.opaque_calls, self.casts = opaque_calls, casts
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
@@ -73,7 +75,9 @@ class Trace:
         self.dims = DimPrinter()
         if self.symbols:
             self.dims.names.update(self.symbols.expressions)
-        self.constants = Constants(self.symbols.size_in if self.symbols else lambda n, _: int(n))
+        self.constants = (Rewrites if rewrites else Constants)(self.symbols.size_in if self.symbols else lambda n, _: int(n))
+        self.rewrites: dict[str, list[Any]] = {}
+        self._stand_ins: list[tuple[ModelTensor, Tensor]] = []  # what the model sees of parameters, where that is not the fake itself
         self.ways = Ways(self.constants, None if symbolic or example is None else spec.flatten(example), undecided)
         device = device_type(t.real for t in tensors)
         self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self.ways, self._lift, device)
@@ -109,6 +113,8 @@ class Trace:
             if t.kind != "param" and not t.real.is_meta and t.real.numel() <= _READ and buffer_of(self.model, t.name) is t.real:
                 self.constants.set_buffer(t.fake, t.name)
                 self.ways.buffers[t.name] = t.real
+            if isinstance(self.constants, Rewrites) and buffer_of(self.model, t.name) is t.real:
+                self.constants.set_tensor(t.fake, t.name)
 
     def _inputs(self, batch: Any) -> Any:
         """The batch with fakes in place of its tensors."""
@@ -202,6 +208,7 @@ class Trace:
             for p in model_tensors:
                 if p.kind == "param":
                     replaced[id(p.real)] = in_memory_order(p.real, replaced[id(p.real)])  # type: ignore[arg-type]
+            self._stand_ins = [(p, replaced[id(p.real)]) for p in params if replaced[id(p.real)] is not p.fake]  # type: ignore[misc]
             stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
             stored = Stored(self.model, {id(t.fake): t for t in model_tensors})
             stack.enter_context(self.casts.of_calls(self.model))
@@ -223,10 +230,34 @@ class Trace:
             if t.owner is not None and self._is_read(t):
                 raise CaptureError(shares(t))
         written = [t for t in self.tensors if t.fake is not None and (id(t) in self._moved or rec.was_written(t.fake))]
-        refuse_writes({t.name: t.real.requires_grad for t in written if t.kind == "param"})
+        refuse_writes({t.name: False for t in written if t.kind == "param" and not t.real.requires_grad})
+        params = [t for t in written if t.kind == "param"]
+        others = [t for t, shown in self._stand_ins if rec.value_of(shown) >= 0 and rec.was_written(shown)]
+        refuse_writes({t.name: True for t in (*others, *(t for t in params if id(t) in self._moved))})
+        self._rewritten(params)
         for t in written:
-            if id(t) not in self._assigned:
+            if id(t) not in self._assigned and t.kind != "param":
                 rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.next_of(t.fake)}")  # type: ignore[arg-type]
+
+    def _rewritten(self, trained: list[ModelTensor]) -> None:
+        """Trained parameters that were written: the program is that of parameters that were before."""
+        if not trained:
+            return
+        if not isinstance(self.constants, Rewrites):
+            raise Written(said(trained[0].name))
+        rec, last = self.recorder, dict[int, int]()
+        for t in trained:
+            last[rec.next_of(t.fake)] = self.ids[id(t)]  # type: ignore[arg-type]
+            storage = rec._entries[id(t.fake)].storage
+            if rec._is_whole(t.fake, storage):  # type: ignore[arg-type]
+                last[storage.root] = self.ids[id(t)]
+        try:
+            self.rewrites = {t.name: self.constants.computed(t.fake) for t in trained}  # type: ignore[arg-type]
+            rec.lines[:] = without(rec.lines, last)
+        except NotConstant:
+            raise CaptureError(said(trained[0].name)) from None
+        if leaves_of(self.rewrites, "input") and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CaptureError(said(trained[0].name))
 
     def number_dtype(self) -> torch.dtype:
         """What numbers that become tensors are kept in: as wide as the model's parameters, float32 at least."""
@@ -322,7 +353,10 @@ class Trace:
         if not self.outputs["loss"].requires_grad:
             raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
         if self.told is not None:
+            writes = self.constants.writes
             self._tell(loss_fn, batch, self.told, buffers)
+            if self.constants.writes != writes:
+                raise CaptureError("parameters are written beside what is read")
 
     def _tell(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any, telling: Telling, buffers: dict[str, Tensor]) -> None:
         """Has the loss function's Python run in each step on what modules gave; tries it. `buffers`: of its modules, as a step begins."""
@@ -435,7 +469,8 @@ class Trace:
             lines.append(f"meta tensor {quote(plan)}")
         if self.ways.read:
             lines.append(f"meta ways {quote(json.dumps(self.ways.read))}")
-        lines += [f"meta {word} {quote(json.dumps(names))}" for word, names in (("unused", self.unused), ("idle", self.idle)) if names]
+        words = (("unused", self.unused), ("idle", self.idle), ("rewrites", self.rewrites))
+        lines += [f"meta {word} {quote(json.dumps(found))}" for word, found in words if found]
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")

@@ -57,7 +57,7 @@ class Ways:
         self._operator(func, args, kwargs, None, ops, {})
         self._note(ops, place)
         with no_dispatch():
-            return _computed(ops, self.batch or (), self.buffers.__getitem__)
+            return computed(ops, self.batch or (), self.buffers.__getitem__)
 
     def _note(self, ops: list[Any], place: str) -> Way:
         if self.batch is None or any(x.is_meta for x in self.batch) or place in self.undecided:
@@ -121,11 +121,11 @@ def buffers_in(ways: list[Way]) -> set[str]:
 
 def value_of(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> Any:
     """What is read, for other inputs and buffers: a number, or the sizes of results."""
-    results = _computed(ops, inputs, buffer)
+    results = computed(ops, inputs, buffer)
     return [list(r.shape) for r in results] if ops[-1][-1] is None else results[0].item()
 
 
-def _computed(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> list[Tensor]:
+def computed(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> list[Tensor]:
     """The result of the last operator, or all of them, on the CPU."""
     flat: list[Tensor] = []
     made: list[Tensor] = []
