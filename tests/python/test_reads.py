@@ -326,6 +326,26 @@ def test_a_number_that_decides_later_stops_the_step() -> None:
         trainer.step(batch(0))
 
 
+class Begun(nn.Linear):
+    """Does something else in its first step, and the loss does not show it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("begun", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if self.begun.item() else 0.5)
+
+
+def test_a_number_that_decides_what_a_module_gives_stops_the_step() -> None:
+    model = nn.Sequential(Begun(), nn.Linear(4, 3))
+    loss_fn = lambda model, b: model(b).square().mean()  # noqa: E731
+    x = torch.randn(5, 4)
+    trainer = interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, x, interlace.Config(schedule=[], cache="off"))
+    with pytest.raises(Exception, match=r"a number that module '0' reads .* had it compute something else.*fullgraph=False"):
+        trainer.step(x)
+
+
 def test_a_metric_that_is_no_number_stops_nothing() -> None:
     model, optimizer, _, _ = made(appended)
 

@@ -33,7 +33,7 @@ from interlace.capture.sites import OUTSIDE, is_installed
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
 from interlace.capture.watch import Change, Watch
-from interlace.capture.ways import Way
+from interlace.capture.ways import Counts, Way
 from interlace.capture.writes import FrozenWritten
 from interlace.errors import CaptureError
 
@@ -109,6 +109,8 @@ def capture(
                 trace = _traced(
                     model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites
                 )
+            except Counts as e:
+                undecided = {*undecided, *e.places}
             except Written:
                 if symbolic or rewrites:
                     raise

@@ -118,26 +118,46 @@ class Told(nn.Module):
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
 
-    def forward(self, results: list[Any], batch: Any, loss: Tensor, opened: list[str]) -> dict[str, Tensor]:
-        """`results`: of the modules that do not run. Gives the numbers that the loss function gives. Error: the loss is another one."""
-        found = self.again(results, batch, opened)
+    def forward(self, results: list[Any], batch: Any, loss: Tensor, opened: list[str], given: list[list[Tensor]]) -> dict[str, Tensor]:
+        """`results`: of the modules that do not run; `given`: by those that do. Gives the numbers that the loss function gives. Error: the
+        loss, or what a module gives, is another one."""
+        found = self.again(results, batch, opened, given)
         first = found["loss"] if isinstance(found, dict) else found[0] if isinstance(found, (tuple, list)) else found
-        if not torch.allclose(first.detach().float().reshape(()), loss.float(), rtol=0.02, atol=1e-4, equal_nan=True):
-            raise CaptureError(
-                f"a number that the loss function reads (.item(), an `if` on a tensor) had it compute {first.item()}, and the program "
-                f"computes {loss.item()}; keep the value a tensor (torch.where, masks), or pass fullgraph=False to run that in Python"
-            )
+        _compare("the loss function", [loss], [first.detach().reshape(())])
         return {**numbers_in(found), "(told)": torch.tensor(0.0, dtype=torch.float64)}
 
-    def again(self, results: list[Any], batch: Any, opened: list[str]) -> Any:
-        call, left = nn.Module.__call__, iter(results)
-        closed = {id(m) for path, m in self.model.named_modules() if path not in opened}
-        given = lambda m, *args, **named: next(left) if id(m) in closed else call(m, *args, **named)  # noqa: E731
-        nn.Module.__call__ = given  # type: ignore[method-assign]
+    def again(self, results: list[Any], batch: Any, opened: list[str], given: list[list[Tensor]] | None = None) -> Any:
+        call, left, wanted = nn.Module.__call__, iter(results), iter(given or ())
+        paths = {id(m): path for path, m in self.model.named_modules()}
+
+        def run(m: nn.Module, *args: Any, **named: Any) -> Any:
+            if paths.get(id(m), "") not in opened and id(m) in paths:
+                return next(left)
+            result = call(m, *args, **named)
+            if given is not None and id(m) in paths:
+                _compare(f"module '{paths[id(m)]}'", next(wanted), _tensors(result))
+            return result
+
+        nn.Module.__call__ = run  # type: ignore[method-assign]
         try:
             return self.loss_fn(self.model, batch)
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [t for _, t in leaves(result, objects=False) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _compare(who: str, program: list[Tensor], python: list[Tensor]) -> None:
+    for ours, theirs in zip(program, python, strict=False):
+        one, other = ours.detach().double().nan_to_num(), theirs.detach().double().nan_to_num()
+        if one.shape != other.shape or (one - other).norm() > 0.02 * other.norm() + 1e-4 * one.numel() ** 0.5:
+            values = f" {theirs.item()}, and the program computes {ours.item()}" if one.shape == other.shape == () else " something else"
+            raise CaptureError(
+                f"a number that {who} reads (.item(), an `if` on a tensor) had it compute{values}; keep the value a tensor (torch.where, "
+                "masks), or pass fullgraph=False to run that in Python"
+            )
 
 
 def numbers_in(result: Any) -> dict[str, Tensor]:
@@ -156,12 +176,17 @@ class Telling:
     def __init__(self, recorder: Any, opened: Collection[str], blank: bool) -> None:
         """`blank`: what is no tensor nor plain (caches of keys and values) is None among the results; else such a module is Hidden."""
         self.opened, self.results, self.blank, self._recorder, self._inside = opened, list[Any](), blank, recorder, False
+        self.given: list[list[Tensor]] = []  # by modules that are open
+        self._call = nn.Module.__call__
 
     def replaces(self, module: nn.Module) -> bool:
-        path = self._recorder.sites.paths.get(id(module))
-        return not self._inside and path is not None and path not in self.opened
+        return not self._inside and id(module) in self._recorder.sites.paths
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if self._recorder.sites.paths[id(module)] in self.opened:
+            result = self._call(module, *args, **kwargs)
+            self.given.append([self._recorder.snapshot(t) for t in _tensors(result)])
+            return result
         self._inside = True
         try:
             result = module(*args, **kwargs)

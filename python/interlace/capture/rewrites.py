@@ -163,7 +163,7 @@ def without(lines: list[str], last: dict[int, int]) -> list[str]:
             before |= parts[i][0]
     kept = []
     for i, (made, read) in enumerate(parts):
-        if i in inside and made & before:
+        if i in inside and made & (before | set(last)):
             continue
         if read & (before - set(last)):
             raise NotConstant

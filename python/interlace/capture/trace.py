@@ -47,7 +47,7 @@ from interlace.capture.tracing import (
     without_log,
 )
 from interlace.capture.watch import Change
-from interlace.capture.ways import Ways, buffer_of
+from interlace.capture.ways import Counts, Ways, buffer_of
 from interlace.capture.writes import refuse_writes, said
 from interlace.errors import CaptureError, InterlaceError
 from interlace.version import __version__
@@ -76,7 +76,7 @@ class Trace:
         if self.symbols:
             self.dims.names.update(self.symbols.expressions)
         self.constants = (Rewrites if rewrites else Constants)(self.symbols.size_in if self.symbols else lambda n, _: int(n))
-        self.rewrites: dict[str, list[Any]] = {}
+        self.rewrites: dict[str, list[Any]] = {}  # of trained parameters that are written, how
         self._stand_ins: list[tuple[ModelTensor, Tensor]] = []  # what the model sees of parameters, where that is not the fake itself
         self.ways = Ways(self.constants, None if symbolic or example is None else spec.flatten(example), undecided)
         device = device_type(t.real for t in tensors)
@@ -131,8 +131,7 @@ class Trace:
     def _lift(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
         """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a
         constant of the program; any other tensor may change between steps, so it becomes a plain buffer."""
-        known = self._lifted.get(id(real))
-        if known is not None and fake is None:
+        if fake is None and (known := self._lifted.get(id(real))) is not None:
             return known[1]
         if real.layout != torch.strided:
             raise CaptureError(f"a tensor of layout {real.layout} is used by the model; make it dense (.to_dense())")
@@ -229,8 +228,11 @@ class Trace:
         for t in self.tensors:  # torch.nn.utils.spectral_norm shows the weight itself until its hook has run
             if t.owner is not None and self._is_read(t):
                 raise CaptureError(shares(t))
-        written = [t for t in self.tensors if t.fake is not None and (id(t) in self._moved or rec.was_written(t.fake))]
+        changed = self._moved | (self._assigned & {id(t) for t in self.tensors if t.name in self.ways.counts})
+        written = [t for t in self.tensors if t.fake is not None and (id(t) in changed or rec.was_written(t.fake))]
         refuse_writes({t.name: False for t in written if t.kind == "param" and not t.real.requires_grad})
+        if counts := {self.ways.counts[t.name] for t in written if t.name in self.ways.counts and not self._settled(t)}:
+            raise Counts(counts)
         params = [t for t in written if t.kind == "param"]
         others = [t for t, shown in self._stand_ins if rec.value_of(shown) >= 0 and rec.was_written(shown)]
         refuse_writes({t.name: True for t in (*others, *(t for t in params if id(t) in self._moved))})
@@ -238,6 +240,11 @@ class Trace:
         for t in written:
             if id(t) not in self._assigned and t.kind != "param":
                 rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.next_of(t.fake)}")  # type: ignore[arg-type]
+
+    def _settled(self, t: ModelTensor) -> bool:
+        """Whether a buffer that was written holds a constant now."""
+        value, known = self.recorder.next_of(t.fake), self.constants.knows  # type: ignore[arg-type]
+        return id(t) not in self._assigned and any(v == value and known(x) for v, x in self.recorder.known_values())
 
     def _rewritten(self, trained: list[ModelTensor]) -> None:
         """Trained parameters that were written: the program is that of parameters that were before."""
@@ -248,16 +255,15 @@ class Trace:
         rec, last = self.recorder, dict[int, int]()
         for t in trained:
             last[rec.next_of(t.fake)] = self.ids[id(t)]  # type: ignore[arg-type]
-            storage = rec._entries[id(t.fake)].storage
-            if rec._is_whole(t.fake, storage):  # type: ignore[arg-type]
+            if rec._is_whole(t.fake, storage := rec._entries[id(t.fake)].storage):  # type: ignore[arg-type]
                 last[storage.root] = self.ids[id(t)]
         try:
             self.rewrites = {t.name: self.constants.computed(t.fake) for t in trained}  # type: ignore[arg-type]
             rec.lines[:] = without(rec.lines, last)
+            if leaves_of(self.rewrites, "input") and dist.is_initialized() and dist.get_world_size() > 1:
+                raise NotConstant
         except NotConstant:
             raise CaptureError(said(trained[0].name)) from None
-        if leaves_of(self.rewrites, "input") and dist.is_initialized() and dist.get_world_size() > 1:
-            raise CaptureError(said(trained[0].name))
 
     def number_dtype(self) -> torch.dtype:
         """What numbers that become tensors are kept in: as wide as the model's parameters, float32 at least."""
@@ -363,7 +369,7 @@ class Trace:
         rec, told, opened = self.recorder, Told(self.model, loss_fn), sorted(telling.opened)
         used = telling.used({self.ids[id(t)] for t in self.tensors if t.kind == "param"})
         params: dict[str, Any] = {f"model.{t.name}": t.fake for t in self.tensors if self.ids[id(t)] in used}
-        given = (telling.results, batch, self.outputs["loss"].detach(), opened)
+        given = (telling.results, batch, self.outputs["loss"].detach(), opened, list(telling.given))
         operands = [*(t for _, t in tensor_leaves(given)), *params.values(), *buffers.values()]
         begin = max(rec.value_of(t) for t in operands), len(rec.lines)  # their views are there by now
         objects: list[Any] = [*rec._entries.values(), *rec._storages.values()]
@@ -469,8 +475,7 @@ class Trace:
             lines.append(f"meta tensor {quote(plan)}")
         if self.ways.read:
             lines.append(f"meta ways {quote(json.dumps(self.ways.read))}")
-        words = (("unused", self.unused), ("idle", self.idle), ("rewrites", self.rewrites))
-        lines += [f"meta {word} {quote(json.dumps(found))}" for word, found in words if found]
+        lines += [f"meta {word} {quote(json.dumps(x))}" for word in ("unused", "idle", "rewrites") if (x := getattr(self, word))]
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")
