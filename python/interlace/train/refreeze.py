@@ -143,7 +143,7 @@ class Frozen:
     def _copy(self, built: Built) -> None:
         """Weights, moments and buffers of the running program into the new one, whose views the model then gets."""
         run, old, new = self.run, self.run.states, built.states
-        trained = {entry.name for entry in new.everything if entry.roles}
+        trained = {name for name, p in self._parameters if p.requires_grad}
         for role in (WEIGHT, *run.roles()):
             for p, value in old.whole(role, everywhere=True):
                 if p.name in run.laid_by and p.name not in trained and role != WEIGHT and value is not None:
