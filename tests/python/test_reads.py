@@ -284,6 +284,42 @@ def test_what_a_model_keeps_for_a_script() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+def indices(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+    """As those who write loops over a batch do."""
+    y, found = model(b["x"]).log_softmax(-1), torch.zeros(8, 2)
+    for i in range(8):
+        found[i, b["y"][i] % 2] = 1.0
+        found[b["y"][i] - 1] = y[i, b["y"][i]] * y[i][-b["y"][i] - 1] + y[:, b["y"][i], None][i].sum() + y[..., b["y"][i]].sum()
+    return found.sum() - (torch.stack([y[n - 1] for n in b["y"]]) * 0.1).sum()
+
+
+def test_indices_are_not_read(caplog: Any) -> None:
+    losses = []
+    for compiled in (False, True):
+        model, optimizer, _, _ = made(appended)
+        trainer = interlace.compile(model, optimizer, indices, batch(0), interlace.Config(schedule=[], cache="off")) if compiled else None
+        for step in range(4):
+            loss = indices(model, batch(step)) if trainer is None else trainer.step(batch(step))
+            losses.append(loss.item())
+            if trainer is None:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    assert losses[4:] == pytest.approx(losses[:4], rel=1e-5)
+    assert "compiling again" not in caplog.text
+
+
+def test_what_an_index_chooses_is_not_written_behind_its_back() -> None:
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        y = model(b["x"]).clone()
+        y[b["y"][0]].mul_(2)
+        return F.cross_entropy(y, b["y"])
+
+    model, optimizer, _, _ = made(appended)
+    with pytest.raises(CaptureError, match=r"test_reads\.py:\d+: what x\[i\] gives is written in place"):
+        interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(cache="off"))
+
+
 def halved(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
     loss = F.cross_entropy(model(b["x"]), b["y"])
     return loss * 0.5 if loss.item() > 1.0 else loss

@@ -17,6 +17,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from interlace.errors import CaptureError
+
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
@@ -43,6 +45,7 @@ class Constants:
         self._by_storage: dict[int, list[int]] = {}
         self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
         self.writes = 0  # counted by rewrites.py alone
+        self.copies: set[int] = set()  # storages of what eager PyTorch has views of
         self._complex: dict[tuple[complex, torch.dtype], Tensor] = {}
 
     def complex_number(self, number: complex, beside: tuple[torch.dtype, ...]) -> Tensor:
@@ -84,6 +87,8 @@ class Constants:
 
     def written(self, t: Tensor, new: Tensor) -> None:
         """The storage of `t` has what `new` holds."""
+        if t.untyped_storage()._cdata in self.copies:
+            raise CaptureError("what x[i] gives is written in place, where i is a tensor whose value a step computes; write x[i] = ... instead")
         self.forget(t)
 
     def forget(self, t: Tensor) -> None:

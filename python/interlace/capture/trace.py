@@ -195,7 +195,7 @@ class Trace:
             stack.enter_context(without_assertions())
             stack.enter_context(without_backward(lambda: rec.part == "bwd"))
             stack.enter_context(without_branches())
-            stack.enter_context(tensors_in_lists())
+            stack.enter_context(tensors_in_lists(self.constants))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_fused_recurrence())
             stack.enter_context(regions_of(device_type(t.real for t in model_tensors)))
