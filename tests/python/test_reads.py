@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -281,6 +282,36 @@ def test_what_a_model_keeps_for_a_script() -> None:
         found.append([*seen, model.used.clone()])
         if trainer is not None:
             assert [row["why"] for row in trainer.summary()["opaque"]] == ["tensors are kept for the script"]
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("detached", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_hooks_keep(inside: bool, detached: bool) -> None:
+    """For a loss, and for a script that looks between the steps."""
+    found = []
+    for compiled in (False, True):
+        model, optimizer, _, _ = made(appended)
+        holder, seen = model if inside else types.SimpleNamespace(), []
+        holder.features = kept = {}
+
+        def hook(module: nn.Module, args: Any, y: Tensor, holder: Any = holder) -> None:
+            holder.features["y"] = y.detach() if detached else y
+
+        def loss_fn(model: nn.Module, b: dict[str, Tensor], holder: Any = holder) -> Tensor:
+            return F.cross_entropy(model(b["x"]), b["y"]) + holder.features["y"].square().mean()
+
+        model.first.register_forward_hook(hook)
+
+        trainer = interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off")) if compiled else None
+        for step in range(4):
+            loss = loss_fn(model, batch(step)) if trainer is None else trainer.step(batch(step))
+            seen += [loss.detach().clone(), kept["y"].detach().clone()]
+            if trainer is None:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        found.append(seen)
     torch.testing.assert_close(found[0], found[1])
 
 

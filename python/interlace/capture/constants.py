@@ -88,7 +88,7 @@ class Constants:
     def written(self, t: Tensor, new: Tensor) -> None:
         """The storage of `t` has what `new` holds."""
         if t.untyped_storage()._cdata in self.copies:
-            raise CaptureError("what x[i] gives is written in place, where i is a tensor whose value a step computes; write x[i] = ... instead")
+            raise CaptureError("what x[i] gives is written in place, where i is a tensor whose value a step computes; write x[i] = ...")
         self.forget(t)
 
     def forget(self, t: Tensor) -> None:

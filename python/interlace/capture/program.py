@@ -315,6 +315,8 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
     the next step finds them. Error: what is computed depends on what is read, by its line; there can be no such op."""
     reads = trace.recorder.reads
     reads.open.update(*(around(c.owner) for c in trace.begun if c.owner is not None))
+    if trace.begun:  # what hooks keep is kept when their modules run
+        reads.open.update(*(around(path) for path, m in trace.model.named_modules() if _hooked(m)))
 
     def traced(turn: int, places: Collection[str] | None = None, tells: bool = False, blank: bool = False) -> Trace:
         second = again()
@@ -361,6 +363,12 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
         raise CaptureError(f"{refusal(trace.begun)}{why}")
     trace.sites.failed = reads.taken[place][0]
     raise CaptureError(depends(place, trace.module()) + why)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether the user's own hooks run with it."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not getattr(hook, "__module__", type(hook).__module__).startswith("torch.") for hook in hooks)
 
 
 def _run_again(

@@ -19,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from interlace.capture.casts import Casts, regions_of
 from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants, NotConstant
-from interlace.capture.effects import Stored, generators
+from interlace.capture.effects import Stored, alike_tensors, generators
 from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
@@ -190,13 +190,11 @@ class Trace:
             stack.enter_context(followed_modules(self.sites, self.told or self._opaque))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # what is wrapped in torch.compile runs as it is
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
-            stack.enter_context(without_log())
             stack.enter_context(reading(rec.reads))
-            stack.enter_context(without_assertions())
             stack.enter_context(without_backward(lambda: rec.part == "bwd"))
-            stack.enter_context(without_branches())
             stack.enter_context(tensors_in_lists(self.constants))
-            stack.enter_context(torch.enable_grad())
+            for context in (without_log(), without_assertions(), without_branches(), torch.enable_grad()):
+                stack.enter_context(context)
             stack.enter_context(without_fused_recurrence())
             stack.enter_context(regions_of(device_type(t.real for t in model_tensors)))
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
@@ -299,6 +297,8 @@ class Trace:
         found: dict[int, tuple[ModelTensor, Tensor]] = {}
         moved = [(x, y) for x, y in zip(before, after, strict=True) if x is not y]
         for x, y in moved:
+            if id(x) in self.names and id(x) not in self._lifted and alike_tensors(x, y):  # somebody else looks at it
+                self._lift(x)
             known = self._lifted.get(id(x))
             t = next((t for t in self.tensors if known is not None and t.fake is known[1]), None)
             if t is not None and isinstance(y, FakeTensor):
