@@ -413,6 +413,22 @@ def test_a_number_that_decides_what_a_module_gives_stops_the_step() -> None:
         trainer.step(x)
 
 
+def test_assertions_are_made_in_each_step() -> None:
+    model, optimizer, _, _ = made(appended)
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        y = model(b["x"])
+        assert torch.isfinite(y).all(), "not finite"
+        if (y > 100).any() or not (y > -100).all():
+            raise ValueError("large")
+        return F.cross_entropy(y, b["y"])
+
+    trainer = interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off"))
+    assert trainer.step(batch(0)).isfinite()
+    with pytest.raises(Exception, match="not finite"):
+        trainer.step({**batch(1), "x": batch(1)["x"] * math.nan})
+
+
 def test_a_metric_that_is_no_number_stops_nothing() -> None:
     model, optimizer, _, _ = made(appended)
 

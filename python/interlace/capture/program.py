@@ -178,10 +178,13 @@ def _whole(
     be traced."""
     calls: dict[str, list[OpaqueCall]] = {}
     opaque: dict[str, str] = {}  # paths, with the reasons
+    holds: set[str] = set()  # places of assertions
     while True:
 
         def trace() -> Trace:
-            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained, rewrites)  # noqa: B023
+            found = Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained, rewrites)  # noqa: B023
+            found.recorder.reads.holds = holds
+            return found
 
         found = trace()
         try:
@@ -192,6 +195,10 @@ def _whole(
         except (FrozenWritten, Resized, Written):
             raise
         except CaptureError as e:
+            reads, ours = found.recorder.reads, (CaptureError, DataDependentOutputException, type(None))
+            if reads.last and reads.last not in holds and not isinstance(e.__cause__, ours):  # the user's own code raises
+                holds.add(reads.last)
+                continue
             path = found.sites.failed
             if path is None or path == OUTSIDE:
                 path = LOSS if TAIL in opaque else TAIL

@@ -55,6 +55,8 @@ class Reads:
         self.places: Collection[str] | None = None
         self.taken: dict[str, tuple[str | None, bool]] = {}  # the module, and whether it is a truth value, by "/home/.../train.py:12"
         self.open: set[str] = set()  # modules
+        self.holds: set[str] = set()  # instructions whose truth values the trace goes on with as true
+        self.last = ""  # of a truth value
 
     def number(self, t: Tensor, frame: Any) -> Any:
         """Of a tensor with one element. Raises NotConstant."""
@@ -77,7 +79,9 @@ class Reads:
         self.taken.setdefault(place, (stack[-1] if stack else OUTSIDE, t.dtype == torch.bool))
         self.open.update(path for path in stack if path != OUTSIDE)
         turn = self.turn if self.places is None or place in self.places else 0
-        value: float = turn == 1 if t.dtype == torch.bool else (1, 0 if t.dim() else 3, 1 if t.dim() else 2)[turn]
+        self.last = f"{place}:{frame.f_lasti}" if t.dtype == torch.bool else ""
+        holds = self.last in self.holds
+        value: float = (turn == 1) != holds if t.dtype == torch.bool else (1, 0 if t.dim() else 3, 1 if t.dim() else 2)[turn]
         if t.dtype.is_floating_point:
             most = torch.finfo(t.dtype).max / 2
             value = (0.7, min(1e10, most), max(-1e10, -most))[turn] * (1 + (0.01, -0.01, 0.02)[turn] * number)
