@@ -20,9 +20,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from interlace.capture.constants import NotConstant
+from interlace.capture.functional import draws, op_info
 from interlace.capture.inputs import leaves, path_name, rebuild
 from interlace.capture.sites import OUTSIDE, TORCH, Sites, is_user_file
 from interlace.capture.watch import plain
@@ -122,10 +123,13 @@ class Told(nn.Module):
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
 
-    def forward(self, results: list[Any], batch: Any, loss: Tensor, opened: list[str], given: list[list[Tensor]]) -> dict[str, Tensor]:
-        """`results`: of the modules that do not run; `given`: by those that do. Gives the numbers that the loss function gives. Error: the
-        loss, or what a module gives, is another one."""
-        found = self.again(results, batch, opened, given)
+    def forward(
+        self, results: list[Any], batch: Any, loss: Tensor, opened: list[str], given: list[list[Tensor]], drawn: list[list[Tensor]]
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """`results`: of the modules that do not run; `given`: by those that do; `drawn`: random numbers. Gives the numbers that the loss
+        function gives. Error: the loss, or what a module gives, is another one."""
+        with Replay(drawn) if drawn else contextlib.nullcontext():
+            found = self.again(results, batch, opened, given)
         first = found["loss"] if isinstance(found, dict) else found[0] if isinstance(found, (tuple, list)) else found
         _compare("the loss function", [loss], [first.detach().reshape(())])
         return {**numbers_in(found), "(told)": torch.tensor(0.0, dtype=torch.float64)}
@@ -203,11 +207,43 @@ class Telling:
         self.results.append(rebuild(result, {**kept, **dict.fromkeys(others)}))
         return result
 
-    def used(self, values: set[int]) -> set[int]:
-        """Of these values, those that ops outside of such modules read. Error: some of them draw random numbers."""
+    def _outside(self) -> list[str]:
+        """Ops outside of such modules."""
         closed = {f"m{i}" for path, (i, _) in self._recorder.sites.modules.items() if path not in self.opened}
-        bodies = [line.rpartition(" {") for line in self._recorder.lines]
-        bodies = [(body, tags) for body, _, tags in bodies if closed.isdisjoint(tags.rstrip("}").split())]
-        if any(" rng=" in tags for _, tags in bodies):
-            raise CaptureError("random numbers are drawn beside what is read")
-        return values.intersection(int(n) for body, _ in bodies for n in re.findall(r"%(\d+)\b", body.partition(" = ")[2] or body))
+        return [line for line in self._recorder.lines if closed.isdisjoint(line.rpartition(" {")[2].rstrip("}").split())]
+
+    def used(self, values: set[int]) -> set[int]:
+        """Of these values, those that such ops read."""
+        bodies = [line.rpartition(" {")[0] for line in self._outside()]
+        return values.intersection(int(n) for body in bodies for n in re.findall(r"%(\d+)\b", body.partition(" = ")[2] or body))
+
+    def drawn(self) -> list[list[Tensor]]:
+        """The random numbers that such ops draw. Error: they are written where they are."""
+        found, by_value = [], dict(self._recorder.known_values())
+        for line in self._outside():
+            if " rng=" in line.rpartition(" {")[2]:
+                values = [int(n) for n in re.findall(r"%(\d+):", line.partition(" = ")[0])]
+                if not by_value.keys() >= set(values):
+                    raise CaptureError("random numbers are drawn beside what is read")
+                found.append([self._recorder.at(n, by_value[n]) for n in values])
+        return found
+
+
+class Replay(TorchDispatchMode):
+    """What draws random numbers gives these."""
+
+    def __init__(self, drawn: list[list[Tensor]]) -> None:
+        super().__init__()
+        self._left = iter(drawn)
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        info = op_info(func)
+        if not (info.random and draws(info, args, kwargs or {})):
+            return func(*args, **(kwargs or {}))
+        found = next(self._left, [])
+        shape = args[0].shape if info.mutated and found else found[0].shape if found else None
+        if not found or found[0].shape != shape:
+            raise CaptureError("what is read had the loss function draw other random numbers than the program does; draw them in any case")
+        if info.mutated:
+            return args[0].copy_(found[0])
+        return found[0].clone() if len(func._schema.returns) == 1 else tuple(t.clone() for t in found)

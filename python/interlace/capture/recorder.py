@@ -54,15 +54,12 @@ class Recorder(TorchDispatchMode):
         """`device`: the type of those that the program is for; fakes are of CPUs on any."""
         super().__init__()
         self.fakes, self.sites, self.dims, self.constants, self.ways, self.device = fakes, sites, dims, constants, ways, device
-        self._sized, self.own_draws = Sized(self), OwnDraws(self)
-        self.lines: list[str] = []
-        self.part, self.num_ops = "fwd", 0
-        self.calls: dict[Any, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator and dtypes, with fakes
-        self.tags: dict[Any, str] = {}  # of these calls
+        self._sized, self.own_draws, self.reads = Sized(self), OwnDraws(self), Reads(sites, ways)
+        self.lines, self.part, self.num_ops, self.next_value, self._next_stream = list[str](), "fwd", 0, 0, 0
+        # The first call of each operator and dtypes, with fakes; and their tags.
+        self.calls, self.tags = dict[Any, tuple[OpOverload, tuple, dict]](), dict[Any, str]()
+        self._entries, self._storages = dict[int, Entry](), dict[int, Storage]()
         self.lift = lift  # turns a tensor that is not the model's into a fake that it has declared
-        self._entries: dict[int, Entry] = {}
-        self._storages: dict[int, Storage] = {}
-        self.reads, self.next_value, self._next_stream = Reads(sites, ways), 0, 0
         self.declared: dict[int, Storage] = {}  # of what exists before the program, by its id
 
     # ---- values ----
@@ -198,9 +195,12 @@ class Recorder(TorchDispatchMode):
 
     def snapshot(self, t: Tensor) -> Tensor:
         """A tensor that keeps the value that `t` has now, whatever is written to `t` later. No views are taken of it."""
+        return self.at(self.value_of(t), t)
+
+    def at(self, value: int, like: Tensor) -> Tensor:
         with _disable_current_modes(), self.fakes:
-            fake = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="cpu")
-        self.declare_as(fake, self.value_of(t))
+            fake = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device="cpu")
+        self.declare_as(fake, value)
         return fake
 
     def replace(self, t: Tensor, new: Tensor) -> None:

@@ -369,14 +369,14 @@ class Trace:
         rec, told, opened = self.recorder, Told(self.model, loss_fn), sorted(telling.opened)
         used = telling.used({self.ids[id(t)] for t in self.tensors if t.kind == "param"})
         params: dict[str, Any] = {f"model.{t.name}": t.fake for t in self.tensors if self.ids[id(t)] in used}
-        given = (telling.results, batch, self.outputs["loss"].detach(), opened, list(telling.given))
+        given = (telling.results, batch, self.outputs["loss"].detach(), opened, list(telling.given), telling.drawn())
         operands = [*(t for _, t in tensor_leaves(given)), *params.values(), *buffers.values()]
-        begin = max(rec.value_of(t) for t in operands), len(rec.lines)  # their views are there by now
+        begin = max(rec.value_of(t) for t in operands), len(rec.lines), rec._next_stream  # their views are there by now
         objects: list[Any] = [*rec._entries.values(), *rec._storages.values()]
         known = [(x, {name: getattr(x, name) for name in x.__slots__}) for x in objects]
         with torch.no_grad():
             numbers = list(numbers_in(told.again(telling.results, batch, opened)))
-        del rec.lines[begin[1] :]
+        rec.lines[begin[1] :], rec._next_stream = [], begin[2]
         for x, values in known:  # what that run has written is as it was
             for name, value in values.items():
                 setattr(x, name, value)
