@@ -407,6 +407,20 @@ def test_a_number_that_decides_what_a_module_gives_stops_the_step() -> None:
         trainer.step(x)
 
 
+@pytest.mark.parametrize("config", [{"param_dtype": "bfloat16"}, {"param_dtype": "float16", "loss_scale": 8.0}, {}], ids=str)
+def test_of_another_precision(config: dict[str, Any]) -> None:
+    model, optimizer, kept, _ = made(appended)
+    model = model if config else model.bfloat16()
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"].to(next(model.parameters()).dtype)), b["y"])
+        kept.append(loss.item())
+        return loss
+
+    with interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off", **config)) as trainer:
+        assert [trainer.step(batch(step)).item() for step in range(3)] == pytest.approx(kept, rel=0.01)
+
+
 def test_random_numbers_beside_what_is_read() -> None:
     """The Python that reads gets those of the program."""
     found = []

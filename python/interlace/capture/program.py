@@ -24,7 +24,7 @@ from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.loss import LossForm
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
-from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
+from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
 from interlace.capture.reads import TURNS, Hidden, Telling, around, depends
 from interlace.capture.real_run import Resized, grow
@@ -188,7 +188,7 @@ def _whole(
 
         found = trace()
         try:
-            found.recorder.reads.allowed = fullgraph and not symbolic and casts.param is None and watch.tells
+            found.recorder.reads.allowed = fullgraph and not symbolic and watch.tells
             found = _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
@@ -360,6 +360,10 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
                     reads.open.update(around(str(e)))
             closed = set(second.sites.paths.values()) - reads.open
             written = (t.name for t in second.tensors if second.was_written(t) and t.name.rpartition(".")[0] not in closed)
+            others = {second.recorder.value_of(t) for _, t in second.stand_ins}
+            apart = reads.open or second.opaque_calls[TOLD][0].params or (second.told is not None and second.told.used(others))
+            if trace.casts.param is not None and apart:
+                raise CaptureError("modules and parameters that it is read of are in another precision")
             if (name := next(written, None)) is None:
                 second.begun = trace.begun
                 return second

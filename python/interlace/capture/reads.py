@@ -87,7 +87,7 @@ class Reads:
             most = torch.finfo(t.dtype).max / 2
             value = (0.7, min(1e10, most), max(-1e10, -most))[turn] * (1 + (0.01, -0.01, 0.02)[turn] * number)
         with _disable_current_modes():
-            return torch.full(tuple(t.shape), value, dtype=t.dtype).numpy()
+            return torch.full(tuple(t.shape), value, dtype=torch.float32 if t.dtype == torch.bfloat16 else t.dtype).numpy()
 
 
 @contextlib.contextmanager

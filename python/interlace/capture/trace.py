@@ -77,7 +77,7 @@ class Trace:
             self.dims.names.update(self.symbols.expressions)
         self.constants = (Rewrites if rewrites else Constants)(self.symbols.size_in if self.symbols else lambda n, _: int(n))
         self.rewrites: dict[str, list[Any]] = {}  # of trained parameters that are written, how
-        self._stand_ins: list[tuple[ModelTensor, Tensor]] = []  # what the model sees of parameters, where that is not the fake itself
+        self.stand_ins: list[tuple[ModelTensor, Tensor]] = []  # what the model sees of parameters, where that is not the fake itself
         self.ways = Ways(self.constants, None if symbolic or example is None else spec.flatten(example), undecided)
         device = device_type(t.real for t in tensors)
         self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self.ways, self._lift, device)
@@ -205,7 +205,7 @@ class Trace:
             for p in model_tensors:
                 if p.kind == "param":
                     replaced[id(p.real)] = in_memory_order(p.real, replaced[id(p.real)])  # type: ignore[arg-type]
-            self._stand_ins = [(p, replaced[id(p.real)]) for p in params if replaced[id(p.real)] is not p.fake]  # type: ignore[misc]
+            self.stand_ins = [(p, replaced[id(p.real)]) for p in params if replaced[id(p.real)] is not p.fake]  # type: ignore[misc]
             stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
             stored = Stored(self.model, {id(t.fake): t for t in model_tensors})
             stack.enter_context(self.casts.of_calls(self.model))
@@ -232,7 +232,7 @@ class Trace:
         if counts := {self.ways.counts[t.name] for t in written if t.name in self.ways.counts and not self._settled(t)}:
             raise Counts(counts)
         params = [t for t in written if t.kind == "param"]
-        others = [t for t, shown in self._stand_ins if rec.value_of(shown) >= 0 and rec.was_written(shown)]
+        others = [t for t, shown in self.stand_ins if rec.value_of(shown) >= 0 and rec.was_written(shown)]
         refuse_writes({t.name: True for t in (*others, *(t for t in params if id(t) in self._moved))})
         self._rewritten(params)
         for t in written:
