@@ -27,7 +27,7 @@ from interlace.capture.loss import LossForm, outputs_of
 from interlace.capture.model_tensors import OWN_HOOK, ModelTensor, device_type, in_memory_order, make_fake, shares, swapped
 from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn, tensor_leaves, told_call
 from interlace.capture.reads import Hidden, Telling, Told, depends, numbers_in, reading
-from interlace.capture.real_run import Resized, resized
+from interlace.capture.real_run import Resized, refuse_empty, resized
 from interlace.capture.recorder import Recorder
 from interlace.capture.rewrites import Rewrites, Written, leaves_of, without
 from interlace.capture.sites import OUTSIDE, Sites, line_now, user_place
@@ -231,6 +231,7 @@ class Trace:
         refuse_writes({t.name: False for t in written if t.kind == "param" and not t.real.requires_grad})
         if counts := {self.ways.counts[t.name] for t in written if t.name in self.ways.counts and not self._settled(t)}:
             raise Counts(counts)
+        refuse_empty([t for t in written if t.kind != "param"])
         params = [t for t in written if t.kind == "param"]
         others = [t for t, shown in self.stand_ins if rec.value_of(shown) >= 0 and rec.was_written(shown)]
         refuse_writes({t.name: True for t in (*others, *(t for t in params if id(t) in self._moved))})
@@ -284,8 +285,7 @@ class Trace:
             self._assign(t, new.detach(), f"'{where}'")
 
     def _is_read(self, t: ModelTensor) -> bool:
-        read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
-        return any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines)
+        return any(re.search(rf"[(\[ ]%{self.ids[id(t)]}\b", line.partition(" = ")[2]) for line in self.recorder.lines)
 
     def assign(self, change: Change) -> bool:
         """Tensors that the trace has read outside of the model, and others that are in their places now: their next values."""
