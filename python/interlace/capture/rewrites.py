@@ -10,6 +10,8 @@ A line `meta rewrites` of the text says what is written, and how it is computed,
 that first (train/rewriting.py).
 
     {"weight": [["buffer", "weight"], ["buffer", "mask"], ["aten.mul.Tensor", [{"v": 0}, {"v": 1}], {}, 0]]}
+
+Where the model is called twice, it is written twice, and the first time must give what the second one gives: a name with "@" says so.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +114,30 @@ class Rewrites(Constants):
         put(self._found(t))
         return ops
 
+    def leave_out(
+        self, lines: list[str], last: dict[int, int], like: Sequence[tuple[str, Tensor, int]], there: dict[int, Tensor]
+    ) -> dict[str, list[Any]]:  # fmt: skip
+        """Takes the writes of the parameters `like` (names, fakes, values) out of the ops; gives what is to be compared with what they write.
+        `last`: their last values; `there`: the tensors that have values. Raises NotConstant."""
+        compared: dict[str, list[Any]] = {}
+
+        def same(n: int, name: str) -> int | None:
+            """The parameter that a value may have been, for an operator that reads it."""
+            t = there.get(n)
+            if t is None or id(t) in self._own or id(t) not in self._ops:
+                return None
+            ops = self.computed(t)
+            if ops[-1][0] == "aten.embedding_renorm" and name not in ("aten.embedding", "view"):
+                return None
+            for own, fake, value in like:
+                if ["buffer", own] in ops and (t.shape, t.stride(), t.dtype) == (fake.shape, fake.stride(), fake.dtype):
+                    compared[f"{own}@{len(compared)}"] = ops
+                    return value
+            return None
+
+        lines[:] = _without(lines, last, same)
+        return compared
+
     def _know(self, t: Tensor, op: Any) -> None:
         self._ops[id(t)] = op
         self._there.setdefault(t.untyped_storage()._cdata, []).append(t)
@@ -141,32 +167,37 @@ def _unknown() -> Any:
     raise NotConstant
 
 
-def without(lines: list[str], last: dict[int, int]) -> list[str]:
-    """The ops without those that compute the `last` values of parameters, which they read instead of these. Raises NotConstant: they read
-    what was there before, or something between, too."""
-    parts = []
+def _without(lines: list[str], last: dict[int, int], same: Callable[[int, str], int | None]) -> list[str]:
+    """The ops without those that compute the `last` values of parameters, which they read instead of these. `same`: the parameter whose last
+    value another one is, for an operator. Raises NotConstant: they read what was there before, or something between, too."""
+    parts, shown = [], dict[int, int]()
     for line in lines:
         found = _LINE.fullmatch(line)
         assert found is not None, line
         left, name, right = found[1] or "", found[2], found[3]
         made = {int(n) for n in re.findall(r"%(\d+):", left)}
         read = {int(n) for n in re.findall(r"%(\d+)\b", right)} | {int(n) for n in re.findall(r" in %(\d+)\+", left)}
-        parts.append((made, set() if name == "grad" else read))
+        parts.append((made, set() if name == "grad" else read, name))
+        if name == "view":
+            shown |= dict.fromkeys(made, min(read))
     wanted, inside = set(last), set[int]()
     for i in reversed(range(len(lines))):
         if parts[i][0] & wanted:
             wanted |= parts[i][1]
             inside.add(i)
-    before = set(last.values())  # what depends on the parameters as they were
+    first = frozenset(last.values())
+    before = set(first)  # what depends on the parameters as they were
     for i in sorted(inside):
         if parts[i][1] & before:
             before |= parts[i][0]
     kept = []
-    for i, (made, read) in enumerate(parts):
+    for i, (made, read, name) in enumerate(parts):
         if i in inside and made & (before | set(last)):
             continue
-        if read & (before - set(last)):
-            raise NotConstant
+        for n in read & (before - set(last)):
+            if n in first or shown.get(n) in first or (parameter := same(shown.get(n, n), name)) is None:
+                raise NotConstant
+            last[n] = parameter
         kept.append(re.sub(r"%(\d+)\b", lambda m: f"%{last.get(int(m[1]), m[1])}", lines[i]))
     return kept
 

@@ -29,7 +29,7 @@ from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCa
 from interlace.capture.reads import Hidden, Telling, Told, depends, numbers_in, reading
 from interlace.capture.real_run import Resized, refuse_empty, resized
 from interlace.capture.recorder import Recorder
-from interlace.capture.rewrites import Rewrites, Written, leaves_of, without
+from interlace.capture.rewrites import Rewrites, Written, leaves_of
 from interlace.capture.sites import OUTSIDE, Sites, line_now, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
@@ -235,7 +235,8 @@ class Trace:
         params = [t for t in written if t.kind == "param"]
         others = [t for t, shown in self.stand_ins if rec.value_of(shown) >= 0 and rec.was_written(shown)]
         refuse_writes({t.name: True for t in (*others, *(t for t in params if id(t) in self._moved))})
-        self._rewritten(params)
+        if params:
+            self._rewritten(params)
         for t in written:
             if id(t) not in self._assigned and t.kind != "param":
                 rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.next_of(t.fake)}")  # type: ignore[arg-type]
@@ -247,8 +248,6 @@ class Trace:
 
     def _rewritten(self, trained: list[ModelTensor]) -> None:
         """Trained parameters that were written: the program is that of parameters that were before."""
-        if not trained:
-            return
         if not isinstance(self.constants, Rewrites):
             raise Written(said(trained[0].name))
         rec, last = self.recorder, dict[int, int]()
@@ -258,7 +257,8 @@ class Trace:
                 last[storage.root] = self.ids[id(t)]
         try:
             self.rewrites = {t.name: self.constants.computed(t.fake) for t in trained}  # type: ignore[arg-type]
-            rec.lines[:] = without(rec.lines, last)
+            like = [(t.name, t.fake, self.ids[id(t)]) for t in trained]
+            self.rewrites |= self.constants.leave_out(rec.lines, last, like, dict(rec.known_values()))  # type: ignore[arg-type]
             if leaves_of(self.rewrites, "input") and dist.is_initialized() and dist.get_world_size() > 1:
                 raise NotConstant
         except NotConstant:

@@ -36,16 +36,28 @@ class Rewriting:
         values = self._values(names)
         with torch.no_grad():
             found = {name: computed(ops, inputs[0], values.__getitem__)[0] for name, ops in rewrites.items()}
+            for name in [name for name in found if "@" in name]:
+                of, one = name.partition("@")[0], found.pop(name)
+                ops, other = rewrites[name], found[of]
+                if ops[-1][0] == "aten.embedding_renorm":  # only these rows are read
+                    rows = computed(ops[: ops[-1][1][1]["v"] + 1], inputs[0], values.__getitem__)[0]
+                    one, other = one[rows], other[rows]
+                self._refuse(of, torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True))
             if first and len(inputs) > 1:
-                again = {name: computed(ops, inputs[0], (values | found).__getitem__)[0] for name, ops in rewrites.items()}
+                again = {name: computed(rewrites[name], inputs[0], (values | found).__getitem__)[0] for name in found}
                 for name, t in found.items():
-                    if leaves_of({name: rewrites[name]}, "input") or not torch.allclose(t, again[name], rtol=1e-5, equal_nan=True):
-                        raise InterlaceError(
-                            f"parameter '{name}' is changed by each run of the model, so micro-batches of one step would compute with "
-                            "different values; pass accumulation=1, or change it between two steps"
-                        )
+                    alone = not leaves_of({name: rewrites[name]}, "input")
+                    self._refuse(name, alone and torch.allclose(t, again[name], rtol=1e-5, atol=1e-7, equal_nan=True))
             for name, t in found.items():
                 run.states.fill_from(name, WEIGHT, t)
+
+    @staticmethod
+    def _refuse(name: str, same: bool) -> None:
+        if not same:
+            raise InterlaceError(
+                f"parameter '{name}' is changed by each run of the model, so that those of one step (micro-batches, or calls in the loss "
+                "function) would compute with different values; change it between two steps, or once before it is used"
+            )
 
     def _values(self, names: set[str]) -> dict[str, Tensor]:
         """Of parameters and buffers, whole."""
