@@ -386,6 +386,12 @@ def hooks_of_parameters() -> Made:
 
 
 @followed
+def another_activation() -> Made:
+    model = Net(lambda net, x: net.act(x).sum(), act=nn.ReLU())
+    return model, square, lambda i, o: setattr(model, "act", nn.GELU() if i == 1 else nn.Softplus() if i == 3 else model.act)
+
+
+@followed
 def what_a_parameters_hook_reads() -> Made:
     model, scale = Net(), {"by": 1.0}
     model.last.weight.register_hook(lambda g: g * scale["by"])
