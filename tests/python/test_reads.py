@@ -453,7 +453,7 @@ def test_assertions_are_made_in_each_step() -> None:
 
     def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
         y = model(b["x"])
-        assert torch.isfinite(y).all(), "not finite"
+        assert torch.isfinite(y).all(), f"not finite: {y.max()}"
         if (y > 100).any() or not (y > -100).all():
             raise ValueError("large")
         return F.cross_entropy(y, b["y"])

@@ -80,7 +80,7 @@ class Reads:
         self.taken.setdefault(place, (stack[-1] if stack else OUTSIDE, t.dtype == torch.bool))
         self.open.update(path for path in stack if path != OUTSIDE)
         turn = self.turn if self.places is None or place in self.places else 0
-        self.last = f"{place}:{frame.f_lasti}" if t.dtype == torch.bool else ""
+        self.last = f"{place}:{frame.f_lasti}" if t.dtype == torch.bool else self.last
         holds = self.last in self.holds
         value: float = (turn == 1) != holds if t.dtype == torch.bool else (1, 0 if t.dim() else 3, 1 if t.dim() else 2)[turn]
         if t.dtype.is_floating_point:
