@@ -110,9 +110,10 @@ def test_parameter_written_in_forward():
     model = Net()
 
     def loss_fn(model, b):
+        found = mean(model, b)
         with torch.no_grad():
             model.fc.weight.clamp_(-1, 1)
-        return mean(model, b)
+        return found
 
     fails(
         "parameter 'fc.weight' is changed in place while the model runs; compute from a copy instead (`self.weight * self.mask`), or change "

@@ -385,6 +385,19 @@ def hooks_of_parameters() -> Made:
     return model, square, lambda i, o: model.first.weight.register_hook(lambda g: -0.3 * g) if i == 1 else None
 
 
+@followed
+def another_activation() -> Made:
+    model = Net(lambda net, x: net.act(x).sum(), act=nn.ReLU())
+    return model, square, lambda i, o: setattr(model, "act", nn.GELU() if i == 1 else nn.Softplus() if i == 3 else model.act)
+
+
+@followed
+def what_a_parameters_hook_reads() -> Made:
+    model, scale = Net(), {"by": 1.0}
+    model.last.weight.register_hook(lambda g: g * scale["by"])
+    return model, square, lambda i, o: scale.update(by=1.0 + i)
+
+
 @refused("parameter 'first.weight' has a hook that runs when its gradient is there")
 def hook_when_a_gradient_is_there() -> Made:
     model = Net()

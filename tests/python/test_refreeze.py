@@ -221,6 +221,60 @@ def test_a_parameter_that_joins_a_group_late_begins_at_its_own_first_step(kind: 
             torch.testing.assert_close(weights[name], t, rtol=1e-8, atol=1e-10)
 
 
+TURNS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05), "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.02), "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}  # fmt: skip
+
+
+def in_turns(kind: str, groups: int, compiled: bool, **config: Any) -> tuple[list[float], Any]:
+    """Layers that are frozen and unfrozen time and again, all in one group of the optimizer or each in its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+    layers = [{"params": list(layer.parameters())} for layer in model] if groups == 3 else model.parameters()
+    optimizer, losses = TURNS[kind](layers), []
+
+    def turn(step: int) -> None:
+        for i, layer in enumerate(model):
+            layer.requires_grad_(step % 3 != i or step == 0)
+
+    def plain(step: int) -> float:
+        loss = square(model, squares(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    if not compiled:
+        for step in range(8):
+            turn(step)
+            losses.append(plain(step))
+        return losses, model.state_dict()
+    settings = interlace.Config(schedule=[], cache="off", **config)
+    with interlace.compile(model, optimizer, square, squares(0), settings) as trainer:
+        for step in range(8):
+            turn(step)
+            losses.append(parity.mean_over_ranks(trainer.step(squares(step))))
+        return losses, trainer.state_dict(all_ranks=True)
+
+
+@pytest.mark.parametrize("strategy", [None, "shard", "replicate"])
+@pytest.mark.parametrize("kind, groups", [*((kind, 3) for kind in TURNS), ("adamw", 1), ("sgd", 1)])
+def test_what_is_unfrozen_again_goes_on_with_its_own_states(kind: str, groups: int, strategy: str | None) -> None:
+    expected, weights = in_turns(kind, groups, False)
+    found = ranks.run(in_turns, 2, kind, groups, True, strategy=strategy) if strategy else [in_turns(kind, groups, True)]
+    for losses, ours in found:
+        assert losses == pytest.approx(expected, rel=1e-9)
+        for name, t in weights.items():
+            torch.testing.assert_close(ours[name], t, rtol=1e-8, atol=1e-10)
+
+
+def test_what_must_not_be_unfrozen_again_is_named() -> None:
+    with pytest.raises(interlace.InterlaceError, match="becomes trainable again after its optimizer group 0 has made 2 steps with others"):
+        in_turns("nadam", 1, True)
+
+
 def test_a_state_dict_whose_parameters_have_made_other_numbers_of_steps(tmp_path: Path) -> None:
     """In the optimizer before and after compiling, in a file of PyTorch's that becomes a checkpoint, and in what is made of that."""
     torch.manual_seed(0)

@@ -249,3 +249,29 @@ def test_a_state_that_begins_with_none_and_micro_batches() -> None:
     loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
     with pytest.raises(interlace.InterlaceError, match="'hidden' of the model is None when a step begins and a tensor after it"):
         interlace.compile(model, torch.optim.SGD(model.parameters()), loss_fn, words(0, 0), interlace.Config(accumulation=2, cache="off"))
+
+
+def test_observers_that_begin_without_elements() -> None:
+    """Quantization-aware training: what is observed of each row of a weight."""
+    quantization = torch.ao.quantization
+    losses, found = [], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = quantization.QuantWrapper(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))).train()
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        model = quantization.prepare_qat(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
+        settings = interlace.Config(schedule=[], cache="off")
+        trainer = interlace.compile(model, optimizer, loss_fn, batch_of(0).float(), settings) if compiled else None
+        for step in range(4):
+            x = batch_of(step).float()
+            loss = loss_fn(model, x) if trainer is None else trainer.step(x)
+            if trainer is None:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            losses.append(loss.item())
+        found.append({n: t.clone() for n, t in (model if trainer is None else trainer).state_dict().items()})
+    assert losses[4:] == pytest.approx(losses[:4], rel=1e-5)
+    torch.testing.assert_close(found[1], found[0])

@@ -134,6 +134,40 @@ class Started(nn.Module):
         return F.cross_entropy(self.last(h - self.mean), y)
 
 
+class Standardizes(Started):
+    """Its parameters are what the first batch says; the flag is a number to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.scale = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        if not self.started.item():
+            with torch.no_grad():
+                self.bias.data.copy_(-h.mean(0))
+                self.scale.data.copy_(h.std(0).log().neg())
+                self.started.fill_(1)
+        return F.cross_entropy(self.last((h + self.bias) * self.scale.exp()), y)
+
+
+def test_a_number_in_a_buffer_that_says_whether_it_has_begun() -> None:
+    losses, expected, said = ranks.run(train, 1, Standardizes, [of(i) for i in range(4)])[0]
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert len(said) == 1 and "reads 1 now, and read 0 when compiled" in said[0]
+
+
+class Counts(Started):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.started += 1
+        return F.cross_entropy(self.last(self.first(x)), y) / int(self.started)
+
+
+def test_a_number_that_is_another_one_in_each_step_is_no_way() -> None:
+    with pytest.raises(CaptureError, match=r"test_ways.py:\d+: the model reads a tensor's value while it runs"):
+        trainer_of(Counts().double())
+
+
 def trainer_of(model: nn.Module, **config: Any) -> interlace.Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return interlace.compile(model, optimizer, call, of(0), interlace.Config(schedule=[], cache="off", **config))

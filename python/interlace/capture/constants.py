@@ -17,6 +17,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from interlace.errors import CaptureError
+
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
@@ -42,6 +44,8 @@ class Constants:
         self._recipes: dict[int, tuple[OpOverload | None, tuple, dict, int]] = {}
         self._by_storage: dict[int, list[int]] = {}
         self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
+        self.writes = 0  # counted by rewrites.py alone
+        self.copies: set[int] = set()  # storages of what eager PyTorch has views of
         self._complex: dict[tuple[complex, torch.dtype], Tensor] = {}
 
     def complex_number(self, number: complex, beside: tuple[torch.dtype, ...]) -> Tensor:
@@ -77,6 +81,15 @@ class Constants:
         for i, r in enumerate(results):
             if r is not None:
                 self._add(r, (func, args, kwargs, i), of_inputs)
+
+    def whole(self, view: Tensor, of: Tensor) -> None:
+        """`view` shows all of the storage of `of`."""
+
+    def written(self, t: Tensor, new: Tensor) -> None:
+        """The storage of `t` has what `new` holds."""
+        if t.untyped_storage()._cdata in self.copies:
+            raise CaptureError("what x[i] gives is written in place, where i is a tensor whose value a step computes; write x[i] = ...")
+        self.forget(t)
 
     def forget(self, t: Tensor) -> None:
         """The storage of `t` was written."""

@@ -204,6 +204,13 @@ def begins(change: Change) -> bool:
     return bool(held) and all(isinstance(leaf, Tensor) for leaf in held)
 
 
+def alike_tensors(before: Any, after: Any) -> bool:
+    """Whether a tensor may have the memory of the one before it, which needs no gradient."""
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor)) or before.requires_grad or before.is_meta:
+        return False
+    return (before.dtype, before.shape, before.layout) == (after.dtype, after.shape, after.layout)
+
+
 def kept_of(change: Change) -> list[Tensor]:
     """The tensors that are where there was nothing, or behind what a list has."""
     new = change.after if begins(change) else list(change.after[len(change.before) :]) if grows(change) else []

@@ -24,15 +24,16 @@ from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.loss import LossForm
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
-from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
+from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
 from interlace.capture.reads import TURNS, Hidden, Telling, around, depends
 from interlace.capture.real_run import Resized, grow
+from interlace.capture.rewrites import Written
 from interlace.capture.sites import OUTSIDE, is_installed
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
 from interlace.capture.watch import Change, Watch
-from interlace.capture.ways import Way
+from interlace.capture.ways import Counts, Way
 from interlace.capture.writes import FrozenWritten
 from interlace.errors import CaptureError
 
@@ -60,6 +61,7 @@ class Captured:
     ways: list[Way]  # what Python has read of the example batch
     grown: list[str]  # buffers that have got another size
     begun: list[str]  # places of None that a step puts tensors into
+    rewrites: list[str]  # trained parameters that the model writes
 
 
 def capture(
@@ -101,10 +103,18 @@ def capture(
     with without_collection():
         loss_fn = loss_fn or default_loss
         watch = watch or Watch(model, loss_fn)
-        trace, grown = None, list[str]()
+        trace, grown, rewrites = None, list[str](), False
         while trace is None:
             try:
-                trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+                trace = _traced(
+                    model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites
+                )
+            except Counts as e:
+                undecided = {*undecided, *e.places}
+            except Written:
+                if symbolic or rewrites:
+                    raise
+                rewrites = True
             except FrozenWritten as e:
                 count_as_buffers(model, e.names)
                 tensors = collect(model)
@@ -123,7 +133,7 @@ def capture(
         opaque=list(trace.opaque_calls), opaque_calls=opaque_calls,
         sometimes=only_in(opaque_calls, params, trace.recorder.lines) if opaque_calls else [],
         num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=trace.ways.read, grown=grown,
-        begun=[c.where for c in trace.begun],
+        begun=[c.where for c in trace.begun], rewrites=list(trace.rewrites),
     )  # fmt: skip
 
 
@@ -141,14 +151,14 @@ def default_loss(model: nn.Module, batch: Any) -> Any:
 def _traced(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
+    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
 ) -> Trace:  # fmt: skip
     """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
-        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
     device = device_type(t.real for t in tensors)
     with regions_opened(device) as opened:
-        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
     if opened:
         return trace
 
@@ -156,32 +166,39 @@ def _traced(
         with torch.autocast(device):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained)
+    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
 
 
 def _whole(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
+    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
 ) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
     calls: dict[str, list[OpaqueCall]] = {}
     opaque: dict[str, str] = {}  # paths, with the reasons
+    holds: set[str] = set()  # places of assertions
     while True:
 
         def trace() -> Trace:
-            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained)  # noqa: B023
+            found = Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained, rewrites)  # noqa: B023
+            found.recorder.reads.holds = holds
+            return found
 
         found = trace()
         try:
-            found.recorder.reads.allowed = fullgraph and not symbolic and casts.param is None and watch.tells
+            found.recorder.reads.allowed = fullgraph and not symbolic and watch.tells
             found = _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
-        except (FrozenWritten, Resized):
+        except (FrozenWritten, Resized, Written):
             raise
         except CaptureError as e:
+            reads, ours = found.recorder.reads, (CaptureError, DataDependentOutputException, type(None))
+            if reads.last and reads.last not in holds and not isinstance(e.__cause__, ours):  # the user's own code raises
+                holds.add(reads.last)
+                continue
             path = found.sites.failed
             if path is None or path == OUTSIDE:
                 path = LOSS if TAIL in opaque else TAIL
@@ -305,6 +322,8 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
     the next step finds them. Error: what is computed depends on what is read, by its line; there can be no such op."""
     reads = trace.recorder.reads
     reads.open.update(*(around(c.owner) for c in trace.begun if c.owner is not None))
+    if trace.begun:  # what hooks keep is kept when their modules run
+        reads.open.update(*(around(path) for path, m in trace.model.named_modules() if _hooked(m)))
 
     def traced(turn: int, places: Collection[str] | None = None, tells: bool = False, blank: bool = False) -> Trace:
         second = again()
@@ -341,6 +360,10 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
                     reads.open.update(around(str(e)))
             closed = set(second.sites.paths.values()) - reads.open
             written = (t.name for t in second.tensors if second.was_written(t) and t.name.rpartition(".")[0] not in closed)
+            others = {second.recorder.value_of(t) for _, t in second.stand_ins}
+            apart = reads.open or second.opaque_calls[TOLD][0].params or (second.told is not None and second.told.used(others))
+            if trace.casts.param is not None and apart:
+                raise CaptureError("modules and parameters that it is read of are in another precision")
             if (name := next(written, None)) is None:
                 second.begun = trace.begun
                 return second
@@ -351,6 +374,12 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
         raise CaptureError(f"{refusal(trace.begun)}{why}")
     trace.sites.failed = reads.taken[place][0]
     raise CaptureError(depends(place, trace.module()) + why)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether the user's own hooks run with it."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not getattr(hook, "__module__", type(hook).__module__).startswith("torch.") for hook in hooks)
 
 
 def _run_again(

@@ -142,6 +142,8 @@ class Reach:
             self._seen: dict[Any, Any] = {}
             for path, module in model.named_modules():
                 self._value(module, path)
+            for path, p in parameters.items():
+                self._value(tuple((p._backward_hooks or {}).values()), f"a hook of parameter '{path}'")
             if loss_fn is not None:
                 name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
                 self._value(loss_fn, "the loss function" if name == "<lambda>" else name)

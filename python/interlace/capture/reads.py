@@ -20,9 +20,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from interlace.capture.constants import NotConstant
+from interlace.capture.functional import draws, op_info
 from interlace.capture.inputs import leaves, path_name, rebuild
 from interlace.capture.sites import OUTSIDE, TORCH, Sites, is_user_file
 from interlace.capture.watch import plain
@@ -55,6 +56,8 @@ class Reads:
         self.places: Collection[str] | None = None
         self.taken: dict[str, tuple[str | None, bool]] = {}  # the module, and whether it is a truth value, by "/home/.../train.py:12"
         self.open: set[str] = set()  # modules
+        self.holds: set[str] = set()  # instructions whose truth values the trace goes on with as true
+        self.last = ""  # of a truth value
 
     def number(self, t: Tensor, frame: Any) -> Any:
         """Of a tensor with one element. Raises NotConstant."""
@@ -77,12 +80,14 @@ class Reads:
         self.taken.setdefault(place, (stack[-1] if stack else OUTSIDE, t.dtype == torch.bool))
         self.open.update(path for path in stack if path != OUTSIDE)
         turn = self.turn if self.places is None or place in self.places else 0
-        value: float = turn == 1 if t.dtype == torch.bool else (1, 0 if t.dim() else 3, 1 if t.dim() else 2)[turn]
+        self.last = f"{place}:{frame.f_lasti}" if t.dtype == torch.bool else self.last
+        holds = self.last in self.holds
+        value: float = (turn == 1) != holds if t.dtype == torch.bool else (1, 0 if t.dim() else 3, 1 if t.dim() else 2)[turn]
         if t.dtype.is_floating_point:
             most = torch.finfo(t.dtype).max / 2
             value = (0.7, min(1e10, most), max(-1e10, -most))[turn] * (1 + (0.01, -0.01, 0.02)[turn] * number)
         with _disable_current_modes():
-            return torch.full(tuple(t.shape), value, dtype=t.dtype).numpy()
+            return torch.full(tuple(t.shape), value, dtype=torch.float32 if t.dtype == torch.bfloat16 else t.dtype).numpy()
 
 
 @contextlib.contextmanager
@@ -118,26 +123,49 @@ class Told(nn.Module):
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
 
-    def forward(self, results: list[Any], batch: Any, loss: Tensor, opened: list[str]) -> dict[str, Tensor]:
-        """`results`: of the modules that do not run. Gives the numbers that the loss function gives. Error: the loss is another one."""
-        found = self.again(results, batch, opened)
+    def forward(
+        self, results: list[Any], batch: Any, loss: Tensor, opened: list[str], given: list[list[Tensor]], drawn: list[list[Tensor]]
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """`results`: of the modules that do not run; `given`: by those that do; `drawn`: random numbers. Gives the numbers that the loss
+        function gives. Error: the loss, or what a module gives, is another one."""
+        with Replay(drawn) if drawn else contextlib.nullcontext():
+            found = self.again(results, batch, opened, given)
         first = found["loss"] if isinstance(found, dict) else found[0] if isinstance(found, (tuple, list)) else found
-        if not torch.allclose(first.detach().float().reshape(()), loss.float(), rtol=0.02, atol=1e-4, equal_nan=True):
-            raise CaptureError(
-                f"a number that the loss function reads (.item(), an `if` on a tensor) had it compute {first.item()}, and the program "
-                f"computes {loss.item()}; keep the value a tensor (torch.where, masks), or pass fullgraph=False to run that in Python"
-            )
+        _compare("the loss function", [loss], [first.detach().reshape(())])
         return {**numbers_in(found), "(told)": torch.tensor(0.0, dtype=torch.float64)}
 
-    def again(self, results: list[Any], batch: Any, opened: list[str]) -> Any:
-        call, left = nn.Module.__call__, iter(results)
-        closed = {id(m) for path, m in self.model.named_modules() if path not in opened}
-        given = lambda m, *args, **named: next(left) if id(m) in closed else call(m, *args, **named)  # noqa: E731
-        nn.Module.__call__ = given  # type: ignore[method-assign]
+    def again(self, results: list[Any], batch: Any, opened: list[str], given: list[list[Tensor]] | None = None) -> Any:
+        call, left, wanted = nn.Module.__call__, iter(results), iter(given or ())
+        paths = {id(m): path for path, m in self.model.named_modules()}
+
+        def run(m: nn.Module, *args: Any, **named: Any) -> Any:
+            if paths.get(id(m), "") not in opened and id(m) in paths:
+                return next(left)
+            result = call(m, *args, **named)
+            if given is not None and id(m) in paths:
+                _compare(f"module '{paths[id(m)]}'", next(wanted), _tensors(result))
+            return result
+
+        nn.Module.__call__ = run  # type: ignore[method-assign]
         try:
             return self.loss_fn(self.model, batch)
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [t for _, t in leaves(result, objects=False) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _compare(who: str, program: list[Tensor], python: list[Tensor]) -> None:
+    for ours, theirs in zip(program, python, strict=False):
+        one, other = ours.detach().double().nan_to_num(), theirs.detach().double().nan_to_num()
+        if one.shape != other.shape or (one - other).norm() > 0.02 * other.norm() + 1e-4 * one.numel() ** 0.5:
+            values = f" {theirs.item()}, and the program computes {ours.item()}" if one.shape == other.shape == () else " something else"
+            raise CaptureError(
+                f"a number that {who} reads (.item(), an `if` on a tensor) had it compute{values}; keep the value a tensor (torch.where, "
+                "masks), or pass fullgraph=False to run that in Python"
+            )
 
 
 def numbers_in(result: Any) -> dict[str, Tensor]:
@@ -156,12 +184,17 @@ class Telling:
     def __init__(self, recorder: Any, opened: Collection[str], blank: bool) -> None:
         """`blank`: what is no tensor nor plain (caches of keys and values) is None among the results; else such a module is Hidden."""
         self.opened, self.results, self.blank, self._recorder, self._inside = opened, list[Any](), blank, recorder, False
+        self.given: list[list[Tensor]] = []  # by modules that are open
+        self._call = nn.Module.__call__
 
     def replaces(self, module: nn.Module) -> bool:
-        path = self._recorder.sites.paths.get(id(module))
-        return not self._inside and path is not None and path not in self.opened
+        return not self._inside and id(module) in self._recorder.sites.paths
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if self._recorder.sites.paths[id(module)] in self.opened:
+            result = self._call(module, *args, **kwargs)
+            self.given.append([self._recorder.snapshot(t) for t in _tensors(result)])
+            return result
         self._inside = True
         try:
             result = module(*args, **kwargs)
@@ -174,11 +207,43 @@ class Telling:
         self.results.append(rebuild(result, {**kept, **dict.fromkeys(others)}))
         return result
 
-    def used(self, values: set[int]) -> set[int]:
-        """Of these values, those that ops outside of such modules read. Error: some of them draw random numbers."""
+    def _outside(self) -> list[str]:
+        """Ops outside of such modules."""
         closed = {f"m{i}" for path, (i, _) in self._recorder.sites.modules.items() if path not in self.opened}
-        bodies = [line.rpartition(" {") for line in self._recorder.lines]
-        bodies = [(body, tags) for body, _, tags in bodies if closed.isdisjoint(tags.rstrip("}").split())]
-        if any(" rng=" in tags for _, tags in bodies):
-            raise CaptureError("random numbers are drawn beside what is read")
-        return values.intersection(int(n) for body, _ in bodies for n in re.findall(r"%(\d+)\b", body.partition(" = ")[2] or body))
+        return [line for line in self._recorder.lines if closed.isdisjoint(line.rpartition(" {")[2].rstrip("}").split())]
+
+    def used(self, values: set[int]) -> set[int]:
+        """Of these values, those that such ops read."""
+        bodies = [line.rpartition(" {")[0] for line in self._outside()]
+        return values.intersection(int(n) for body in bodies for n in re.findall(r"%(\d+)\b", body.partition(" = ")[2] or body))
+
+    def drawn(self) -> list[list[Tensor]]:
+        """The random numbers that such ops draw. Error: they are written where they are."""
+        found, by_value = [], dict(self._recorder.known_values())
+        for line in self._outside():
+            if " rng=" in line.rpartition(" {")[2]:
+                values = [int(n) for n in re.findall(r"%(\d+):", line.partition(" = ")[0])]
+                if not by_value.keys() >= set(values):
+                    raise CaptureError("random numbers are drawn beside what is read")
+                found.append([self._recorder.at(n, by_value[n]) for n in values])
+        return found
+
+
+class Replay(TorchDispatchMode):
+    """What draws random numbers gives these."""
+
+    def __init__(self, drawn: list[list[Tensor]]) -> None:
+        super().__init__()
+        self._left = iter(drawn)
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        info = op_info(func)
+        if not (info.random and draws(info, args, kwargs or {})):
+            return func(*args, **(kwargs or {}))
+        found = next(self._left, [])
+        shape = args[0].shape if info.mutated and found else found[0].shape if found else None
+        if not found or found[0].shape != shape:
+            raise CaptureError("what is read had the loss function draw other random numbers than the program does; draw them in any case")
+        if info.mutated:
+            return args[0].copy_(found[0])
+        return found[0].clone() if len(func._schema.returns) == 1 else tuple(t.clone() for t in found)

@@ -31,6 +31,13 @@ def resized(where: str, before: Tensor, after: Tensor) -> str:
     )
 
 
+def refuse_empty(written: list[ModelTensor]) -> None:
+    """Tensors that an operator resizes when it first writes them: the observers of quantization."""
+    for t in written:
+        if t.real.numel() == 0:
+            raise Resized(f"'{t.name}' has no elements and is written; run the model once before interlace.compile")
+
+
 def run_for_real(
     model: nn.Module, loss_fn: Run, batch: Any, values: Mapping[int, Tensor] | None, prepare: Callable[[contextlib.ExitStack], Run]
 ) -> None:  # fmt: skip
@@ -76,7 +83,9 @@ def grow(model: nn.Module, tensors: list[ModelTensor], loss_fn: Run, batch: Any)
         stored = Stored(model, {id(t.real): t for t in tensors if t.kind != "param" and not t.real.is_meta})
 
         def run(model: nn.Module, batch: Any) -> None:
+            sizes = [(t, t.real.shape) for t in tensors if t.kind != "param" and not t.real.is_meta]
             loss_fn(model, batch)
+            found.update({id(t): (t, t.real.detach().clone()) for t, size in sizes if t.real.shape != size})
             for t, new, _ in stored.replaced():
                 if new.shape != t.real.shape and new.dtype == t.real.dtype:
                     found[id(t)] = t, new.detach().clone()

@@ -54,15 +54,12 @@ class Recorder(TorchDispatchMode):
         """`device`: the type of those that the program is for; fakes are of CPUs on any."""
         super().__init__()
         self.fakes, self.sites, self.dims, self.constants, self.ways, self.device = fakes, sites, dims, constants, ways, device
-        self._sized, self.own_draws = Sized(self), OwnDraws(self)
-        self.lines: list[str] = []
-        self.part, self.num_ops = "fwd", 0
-        self.calls: dict[Any, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator and dtypes, with fakes
-        self.tags: dict[Any, str] = {}  # of these calls
+        self._sized, self.own_draws, self.reads = Sized(self), OwnDraws(self), Reads(sites, ways)
+        self.lines, self.part, self.num_ops, self.next_value, self._next_stream = list[str](), "fwd", 0, 0, 0
+        # The first call of each operator and dtypes, with fakes; and their tags.
+        self.calls, self.tags = dict[Any, tuple[OpOverload, tuple, dict]](), dict[Any, str]()
+        self._entries, self._storages = dict[int, Entry](), dict[int, Storage]()
         self.lift = lift  # turns a tensor that is not the model's into a fake that it has declared
-        self._entries: dict[int, Entry] = {}
-        self._storages: dict[int, Storage] = {}
-        self.reads, self.next_value, self._next_stream = Reads(sites, ways), 0, 0
         self.declared: dict[int, Storage] = {}  # of what exists before the program, by its id
 
     # ---- values ----
@@ -98,7 +95,7 @@ class Recorder(TorchDispatchMode):
 
     def moved(self, t: Tensor) -> bool:
         """Whether a declared tensor got another storage (`t.data = ...`)."""
-        return self._storages.get(t.untyped_storage()._cdata) is not self.declared[id(t)]
+        return self._storages.get(t.untyped_storage()._cdata) is not self.declared.get(id(t), self._entries[id(t)].storage)
 
     def was_written(self, t: Tensor) -> bool:
         return self.moved(t) or self._entries[id(t)].storage.version > 0
@@ -198,9 +195,12 @@ class Recorder(TorchDispatchMode):
 
     def snapshot(self, t: Tensor) -> Tensor:
         """A tensor that keeps the value that `t` has now, whatever is written to `t` later. No views are taken of it."""
+        return self.at(self.value_of(t), t)
+
+    def at(self, value: int, like: Tensor) -> Tensor:
         with _disable_current_modes(), self.fakes:
-            fake = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="cpu")
-        self.declare_as(fake, self.value_of(t))
+            fake = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device="cpu")
+        self.declare_as(fake, value)
         return fake
 
     def replace(self, t: Tensor, new: Tensor) -> None:
@@ -446,7 +446,7 @@ class Recorder(TorchDispatchMode):
                 raise CaptureError("a tensor with gaps in its storage is written in place; make it contiguous first")
         storage.root = value
         storage.version += 1
-        self.constants.forget(t)
+        self.constants.written(t, new)
         entry = self._entries[id(t)]
         if self._is_whole(t, storage):
             entry.value, entry.version = value, storage.version
@@ -456,6 +456,7 @@ class Recorder(TorchDispatchMode):
         with self.fakes:
             whole = torch.as_strided(t, storage.size, storage.stride, 0)
         self._entries[id(whole)] = Entry(storage.root, storage, whole)
+        self.constants.whole(whole, t)
         return whole
 
     def _mutate_copies(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict) -> Any:

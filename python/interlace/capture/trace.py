@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
@@ -17,8 +18,8 @@ from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture.casts import Casts, regions_of
 from interlace.capture.check_ops import check_op_kinds
-from interlace.capture.constants import Constants
-from interlace.capture.effects import Stored, generators
+from interlace.capture.constants import Constants, NotConstant
+from interlace.capture.effects import Stored, alike_tensors, generators
 from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
@@ -26,8 +27,9 @@ from interlace.capture.loss import LossForm, outputs_of
 from interlace.capture.model_tensors import OWN_HOOK, ModelTensor, device_type, in_memory_order, make_fake, shares, swapped
 from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn, tensor_leaves, told_call
 from interlace.capture.reads import Hidden, Telling, Told, depends, numbers_in, reading
-from interlace.capture.real_run import Resized, resized
+from interlace.capture.real_run import Resized, refuse_empty, resized
 from interlace.capture.recorder import Recorder
+from interlace.capture.rewrites import Rewrites, Written, leaves_of
 from interlace.capture.sites import OUTSIDE, Sites, line_now, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
@@ -45,8 +47,8 @@ from interlace.capture.tracing import (
     without_log,
 )
 from interlace.capture.watch import Change
-from interlace.capture.ways import Ways, buffer_of
-from interlace.capture.writes import refuse_writes
+from interlace.capture.ways import Counts, Ways, buffer_of
+from interlace.capture.writes import refuse_writes, said
 from interlace.errors import CaptureError, InterlaceError
 from interlace.version import __version__
 
@@ -61,10 +63,10 @@ class Trace:
     def __init__(
         self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
         opaque_calls: dict[str, list[OpaqueCall]], casts: Casts, example: Any = None, undecided: Collection[str] = (),
-        trained: Collection[str] = (),
+        trained: Collection[str] = (), rewrites: bool = False,
     ) -> None:  # fmt: skip
         """`example`: the batch whose ways (ways.py) are taken, but at places that are `undecided`; None: Python may read none. `trained`:
-        names of parameters that get a gradient of zeros where they have none."""
+        names of parameters that get a gradient of zeros where they have none. `rewrites`: what writes trained parameters is looked for."""
         self.opaque_calls, self.casts = opaque_calls, casts
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
@@ -73,7 +75,9 @@ class Trace:
         self.dims = DimPrinter()
         if self.symbols:
             self.dims.names.update(self.symbols.expressions)
-        self.constants = Constants(self.symbols.size_in if self.symbols else lambda n, _: int(n))
+        self.constants = (Rewrites if rewrites else Constants)(self.symbols.size_in if self.symbols else lambda n, _: int(n))
+        self.rewrites: dict[str, list[Any]] = {}  # of trained parameters that are written, how
+        self.stand_ins: list[tuple[ModelTensor, Tensor]] = []  # what the model sees of parameters, where that is not the fake itself
         self.ways = Ways(self.constants, None if symbolic or example is None else spec.flatten(example), undecided)
         device = device_type(t.real for t in tensors)
         self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self.ways, self._lift, device)
@@ -109,6 +113,8 @@ class Trace:
             if t.kind != "param" and not t.real.is_meta and t.real.numel() <= _READ and buffer_of(self.model, t.name) is t.real:
                 self.constants.set_buffer(t.fake, t.name)
                 self.ways.buffers[t.name] = t.real
+            if isinstance(self.constants, Rewrites) and buffer_of(self.model, t.name) is t.real:
+                self.constants.set_tensor(t.fake, t.name)
 
     def _inputs(self, batch: Any) -> Any:
         """The batch with fakes in place of its tensors."""
@@ -125,8 +131,7 @@ class Trace:
     def _lift(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
         """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a
         constant of the program; any other tensor may change between steps, so it becomes a plain buffer."""
-        known = self._lifted.get(id(real))
-        if known is not None and fake is None:
+        if fake is None and (known := self._lifted.get(id(real))) is not None:
             return known[1]
         if real.layout != torch.strided:
             raise CaptureError(f"a tensor of layout {real.layout} is used by the model; make it dense (.to_dense())")
@@ -185,13 +190,11 @@ class Trace:
             stack.enter_context(followed_modules(self.sites, self.told or self._opaque))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # what is wrapped in torch.compile runs as it is
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
-            stack.enter_context(without_log())
             stack.enter_context(reading(rec.reads))
-            stack.enter_context(without_assertions())
             stack.enter_context(without_backward(lambda: rec.part == "bwd"))
-            stack.enter_context(without_branches())
-            stack.enter_context(tensors_in_lists())
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(tensors_in_lists(self.constants))
+            for context in (without_log(), without_assertions(), without_branches(), torch.enable_grad()):
+                stack.enter_context(context)
             stack.enter_context(without_fused_recurrence())
             stack.enter_context(regions_of(device_type(t.real for t in model_tensors)))
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
@@ -202,6 +205,7 @@ class Trace:
             for p in model_tensors:
                 if p.kind == "param":
                     replaced[id(p.real)] = in_memory_order(p.real, replaced[id(p.real)])  # type: ignore[arg-type]
+            self.stand_ins = [(p, replaced[id(p.real)]) for p in params if replaced[id(p.real)] is not p.fake]  # type: ignore[misc]
             stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
             stored = Stored(self.model, {id(t.fake): t for t in model_tensors})
             stack.enter_context(self.casts.of_calls(self.model))
@@ -222,11 +226,43 @@ class Trace:
         for t in self.tensors:  # torch.nn.utils.spectral_norm shows the weight itself until its hook has run
             if t.owner is not None and self._is_read(t):
                 raise CaptureError(shares(t))
-        written = [t for t in self.tensors if t.fake is not None and (id(t) in self._moved or rec.was_written(t.fake))]
-        refuse_writes({t.name: t.real.requires_grad for t in written if t.kind == "param"})
+        changed = self._moved | (self._assigned & {id(t) for t in self.tensors if t.name in self.ways.counts})
+        written = [t for t in self.tensors if t.fake is not None and (id(t) in changed or rec.was_written(t.fake))]
+        refuse_writes({t.name: False for t in written if t.kind == "param" and not t.real.requires_grad})
+        if counts := {self.ways.counts[t.name] for t in written if t.name in self.ways.counts and not self._settled(t)}:
+            raise Counts(counts)
+        refuse_empty([t for t in written if t.kind != "param"])
+        params = [t for t in written if t.kind == "param"]
+        others = [t for t, shown in self.stand_ins if rec.value_of(shown) >= 0 and rec.was_written(shown)]
+        refuse_writes({t.name: True for t in (*others, *(t for t in params if id(t) in self._moved))})
+        if params:
+            self._rewritten(params)
         for t in written:
-            if id(t) not in self._assigned:
+            if id(t) not in self._assigned and t.kind != "param":
                 rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.next_of(t.fake)}")  # type: ignore[arg-type]
+
+    def _settled(self, t: ModelTensor) -> bool:
+        """Whether a buffer that was written holds a constant now."""
+        value, known = self.recorder.next_of(t.fake), self.constants.knows  # type: ignore[arg-type]
+        return id(t) not in self._assigned and any(v == value and known(x) for v, x in self.recorder.known_values())
+
+    def _rewritten(self, trained: list[ModelTensor]) -> None:
+        """Trained parameters that were written: the program is that of parameters that were before."""
+        if not isinstance(self.constants, Rewrites):
+            raise Written(said(trained[0].name))
+        rec, last = self.recorder, dict[int, int]()
+        for t in trained:
+            last[rec.next_of(t.fake)] = self.ids[id(t)]  # type: ignore[arg-type]
+            if rec._is_whole(t.fake, storage := rec._entries[id(t.fake)].storage):  # type: ignore[arg-type]
+                last[storage.root] = self.ids[id(t)]
+        try:
+            self.rewrites = {t.name: self.constants.computed(t.fake) for t in trained}  # type: ignore[arg-type]
+            like = [(t.name, t.fake, self.ids[id(t)]) for t in trained]
+            self.rewrites |= self.constants.leave_out(rec.lines, last, like, dict(rec.known_values()))  # type: ignore[arg-type]
+            if leaves_of(self.rewrites, "input") and dist.is_initialized() and dist.get_world_size() > 1:
+                raise NotConstant
+        except NotConstant:
+            raise CaptureError(said(trained[0].name)) from None
 
     def number_dtype(self) -> torch.dtype:
         """What numbers that become tensors are kept in: as wide as the model's parameters, float32 at least."""
@@ -249,8 +285,7 @@ class Trace:
             self._assign(t, new.detach(), f"'{where}'")
 
     def _is_read(self, t: ModelTensor) -> bool:
-        read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
-        return any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines)
+        return any(re.search(rf"[(\[ ]%{self.ids[id(t)]}\b", line.partition(" = ")[2]) for line in self.recorder.lines)
 
     def assign(self, change: Change) -> bool:
         """Tensors that the trace has read outside of the model, and others that are in their places now: their next values."""
@@ -262,6 +297,8 @@ class Trace:
         found: dict[int, tuple[ModelTensor, Tensor]] = {}
         moved = [(x, y) for x, y in zip(before, after, strict=True) if x is not y]
         for x, y in moved:
+            if id(x) in self.names and id(x) not in self._lifted and alike_tensors(x, y):  # somebody else looks at it
+                self._lift(x)
             known = self._lifted.get(id(x))
             t = next((t for t in self.tensors if known is not None and t.fake is known[1]), None)
             if t is not None and isinstance(y, FakeTensor):
@@ -322,21 +359,24 @@ class Trace:
         if not self.outputs["loss"].requires_grad:
             raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
         if self.told is not None:
+            writes = self.constants.writes
             self._tell(loss_fn, batch, self.told, buffers)
+            if self.constants.writes != writes:
+                raise CaptureError("parameters are written beside what is read")
 
     def _tell(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any, telling: Telling, buffers: dict[str, Tensor]) -> None:
         """Has the loss function's Python run in each step on what modules gave; tries it. `buffers`: of its modules, as a step begins."""
         rec, told, opened = self.recorder, Told(self.model, loss_fn), sorted(telling.opened)
         used = telling.used({self.ids[id(t)] for t in self.tensors if t.kind == "param"})
         params: dict[str, Any] = {f"model.{t.name}": t.fake for t in self.tensors if self.ids[id(t)] in used}
-        given = (telling.results, batch, self.outputs["loss"].detach(), opened)
+        given = (telling.results, batch, self.outputs["loss"].detach(), opened, list(telling.given), telling.drawn())
         operands = [*(t for _, t in tensor_leaves(given)), *params.values(), *buffers.values()]
-        begin = max(rec.value_of(t) for t in operands), len(rec.lines)  # their views are there by now
+        begin = max(rec.value_of(t) for t in operands), len(rec.lines), rec._next_stream  # their views are there by now
         objects: list[Any] = [*rec._entries.values(), *rec._storages.values()]
         known = [(x, {name: getattr(x, name) for name in x.__slots__}) for x in objects]
         with torch.no_grad():
             numbers = list(numbers_in(told.again(telling.results, batch, opened)))
-        del rec.lines[begin[1] :]
+        rec.lines[begin[1] :], rec._next_stream = [], begin[2]
         for x, values in known:  # what that run has written is as it was
             for name, value in values.items():
                 setattr(x, name, value)
@@ -435,7 +475,7 @@ class Trace:
             lines.append(f"meta tensor {quote(plan)}")
         if self.ways.read:
             lines.append(f"meta ways {quote(json.dumps(self.ways.read))}")
-        lines += [f"meta {word} {quote(json.dumps(names))}" for word, names in (("unused", self.unused), ("idle", self.idle)) if names]
+        lines += [f"meta {word} {quote(json.dumps(x))}" for word in ("unused", "idle", "rewrites") if (x := getattr(self, word))]
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")

@@ -23,8 +23,8 @@ from interlace.errors import CaptureError
 
 
 @contextlib.contextmanager
-def tensors_in_lists() -> Iterator[None]:
-    """torch.tensor() of lists with tensors in them, which C++ would read."""
+def tensors_in_lists(constants: Constants) -> Iterator[None]:
+    """torch.tensor() of lists with tensors in them, and indices that are tensors, which C++ would read."""
     make = torch.tensor
 
     def dtypes(x: Any) -> list[torch.dtype]:
@@ -44,9 +44,51 @@ def tensors_in_lists() -> Iterator[None]:
 
     torch.tensor = made  # type: ignore[assignment]
     try:
-        yield
+        with _tensors_as_indices(constants):
+            yield
     finally:
         torch.tensor = make
+
+
+@contextlib.contextmanager
+def _tensors_as_indices(constants: Constants) -> Iterator[None]:
+    """`x[i]`, `x[:, i] = y` with integers that a step computes, which C++ would read: what they choose is gathered, as by longer indices."""
+    get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+
+    def read(x: Any) -> bool:
+        whole = isinstance(x, FakeTensor) and not x.dim() and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        return whole and not constants.knows(x)
+
+    def split(t: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[Any]] | None:
+        """A view of all that is chosen from, and an index of it by tensors; None: it is no case of this."""
+        parts = index if isinstance(index, tuple) else (index,)
+        plain = all(x is None or x is Ellipsis or type(x) is int or isinstance(x, slice) or read(x) for x in parts)
+        if not (plain and any(map(read, parts))):
+            return None
+        rest = t.dim() - sum(x is not None and x is not Ellipsis for x in parts)
+        places: list[Any] = []
+        for x in parts:
+            places += [None] * rest if x is Ellipsis else [] if type(x) is int else [x if read(x) else None]
+        return get(t, tuple(slice(None) if read(x) else x for x in parts)), places
+
+    def chosen(t: torch.Tensor, index: Any) -> Any:
+        if (found := split(t, index)) is None:
+            return get(t, index)
+        result = torch.ops.aten.index.Tensor(*found)
+        constants.copies.add(result.untyped_storage()._cdata)
+        return result
+
+    def write(t: torch.Tensor, index: Any, value: Any) -> None:
+        if (found := split(t, index)) is None:
+            return put(t, index, value)
+        value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=t.dtype)
+        torch.ops.aten.index_put_.default(*found, value.to(t.dtype))
+
+    FakeTensor.__getitem__, FakeTensor.__setitem__ = chosen, write  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.__getitem__, FakeTensor.__setitem__  # type: ignore[attr-defined]
 
 
 class OpaqueModules(Protocol):

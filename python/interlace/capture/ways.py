@@ -8,8 +8,9 @@ what it was.
 
 Sizes that depend on the batch, of `labels[labels >= 0]` say, are read too: the last operator has none in place of the number of its result.
 Before each step it is computed for the batch that comes and the buffers as they are; where that takes another way, the step is captured
-again with it (train/follow.py), and a model that raises there raises. Only truth values and whole numbers are read, of buffers truth values:
-others would hardly ever come again. What depends on parameters, on what a buffer holds once it was written, or on random numbers is no way.
+again with it (train/follow.py), and a model that raises there raises. Only truth values and whole numbers are read, and numbers of buffers
+only where the model leaves those as they are or gives them a constant (`if self.initialized.item() == 0:`): others would hardly ever come
+again. What depends on parameters, on what a buffer holds once it was written, or on random numbers is no way.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ Way = dict[str, Any]
 _MAX_CONST = 64  # elements of a constant in the text
 
 
+class Counts(Exception):
+    """At these places numbers are read of buffers that are others in each step: no ways."""
+
+    def __init__(self, places: Collection[str]) -> None:
+        self.places = places
+
+
 class Ways:
     """Of one trace. `batch`: the example's tensors in the order of the inputs, None where nothing may be read. `undecided`: places
     ("net.py:12") that may not."""
@@ -40,6 +48,7 @@ class Ways:
         self.constants, self.batch, self.undecided = constants, batch, undecided
         self.buffers: dict[str, Tensor] = {}  # that may be read, with what they hold
         self.read: list[Way] = []
+        self.counts: dict[str, str] = {}  # buffers of which numbers are read, and where
 
     def number(self, t: Tensor, place: str) -> Any:
         """What a one-element tensor holds in the example batch, noted. Raises NotConstant."""
@@ -47,9 +56,10 @@ class Ways:
             raise NotConstant
         ops: list[Any] = []
         self._write(t, ops, {})
-        if t.dtype != torch.bool and any(op[0] == "buffer" for op in ops):
-            raise NotConstant
-        return self._note(ops, place)["is"]
+        way = self._note(ops, place)
+        if t.dtype != torch.bool:
+            self.counts |= {op[1]: place for op in ops if op[0] == "buffer"}
+        return way["is"]
 
     def results(self, func: OpOverload, args: tuple, kwargs: dict, place: str) -> list[Tensor]:
         """What an operator gives in the example batch, its results' sizes noted. Raises NotConstant."""
@@ -57,7 +67,7 @@ class Ways:
         self._operator(func, args, kwargs, None, ops, {})
         self._note(ops, place)
         with no_dispatch():
-            return _computed(ops, self.batch or (), self.buffers.__getitem__)
+            return computed(ops, self.batch or (), self.buffers.__getitem__)
 
     def _note(self, ops: list[Any], place: str) -> Way:
         if self.batch is None or any(x.is_meta for x in self.batch) or place in self.undecided:
@@ -121,11 +131,11 @@ def buffers_in(ways: list[Way]) -> set[str]:
 
 def value_of(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> Any:
     """What is read, for other inputs and buffers: a number, or the sizes of results."""
-    results = _computed(ops, inputs, buffer)
+    results = computed(ops, inputs, buffer)
     return [list(r.shape) for r in results] if ops[-1][-1] is None else results[0].item()
 
 
-def _computed(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> list[Tensor]:
+def computed(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> list[Tensor]:
     """The result of the last operator, or all of them, on the CPU."""
     flat: list[Tensor] = []
     made: list[Tensor] = []

@@ -72,7 +72,7 @@ class FrozenWritten(CaptureError):
     """Frozen parameters that the model writes while it runs; they can be captured as buffers (model_tensors.count_as_buffers)."""
 
     def __init__(self, names: Collection[str]) -> None:
-        super().__init__(_said(min(names)))
+        super().__init__(said(min(names)))
         self.names = names
 
 
@@ -82,13 +82,13 @@ def refuse_writes(trains: Mapping[str, bool], by: Mapping[str, Collection[str]] 
         # An embedding's max_norm: what is written once is written the same when backward runs forward again.
         again = by is not None and set(by[name]) == {"aten::embedding_renorm_"}
         if trainable and (not again or (dist.is_initialized() and dist.get_world_size() > 1)):
-            raise CaptureError(_said(name))
+            raise CaptureError(said(name))
     frozen = [name for name, trainable in trains.items() if not trainable]
     if frozen:
         raise FrozenWritten(frozen)
 
 
-def _said(name: str) -> str:
+def said(name: str) -> str:
     return (
         f"parameter '{name}' is changed in place while the model runs; compute from a copy instead (`self.weight * self.mask`), or change it "
         "between two steps (where only its first run does so, let it run once before interlace.compile)"

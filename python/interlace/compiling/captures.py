@@ -22,6 +22,7 @@ from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
 from interlace.capture.watch import Watch
 from interlace.capture.ways import buffers_in, other_way
+from interlace.capture.writes import said
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import changed, reads_of
 from interlace.compiling.fingerprint import Fingerprint, Unsure
@@ -140,6 +141,8 @@ class Captures:
 
     def _refuse_turns(self, captured: Captured) -> None:
         """Error: the model changes a buffer that it branches on, between the micro-batches of one step."""
+        if captured.rewrites and self.config.stage_ranks > 1:
+            raise CaptureError(said(min(captured.rewrites)))
         if captured.begun and self.config.accumulation > 1:
             raise CaptureError(
                 f"{captured.begun[0]} is None when a step begins and a tensor after it, so micro-batches of one step would compute different "

@@ -34,6 +34,7 @@ from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.train import batch as batches
 from interlace.train.batch import describe
 from interlace.train.eager import EagerRunner
+from interlace.train.rewriting import Rewriting
 from interlace.train.run import Run, gathered
 
 Tensor = torch.Tensor
@@ -65,6 +66,7 @@ class Evaluation:
         self._undecided: set[str] = set()  # as in Captures
         self._calls = 0
         self.settle: Callable[[], None] = lambda: None
+        self._rewriting = Rewriting(run)
 
     @property
     def structure(self) -> list[str]:
@@ -99,6 +101,7 @@ class Evaluation:
             self._undecided |= places  # ranks differ there, or too many batches do: what reads it cannot be captured
         if ready.moves:
             run.settle_save()  # what a save has not copied yet must not leave memory
+        self._rewriting.before(ready.built.ir, inputs)
         result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
         run.share_outputs(ready.built.states, result, 1)
         ready.bring_back(run.ir)

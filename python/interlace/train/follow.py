@@ -3,7 +3,7 @@
     a tensor attribute, a buffer              its new values go into the program's buffer
     a number                                  captured once more, with a buffer in its place; from then on it is only written
     a flag, a hook, anything else             captured again; programs of states that were there before are kept
-    a parameter or module in another's place  refused, by name
+    a parameter in another's place            refused, by name; so is a module that has any
 
 So are the ways that the model takes with a batch (capture/ways.py): a batch that takes another one has its program, captured when it is
 first met. What differs too often, or between ranks or micro-batches, is no way any more: what reads it cannot be captured then.
@@ -27,6 +27,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import nn
 
 from interlace.capture.effects import begins
 from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
@@ -285,6 +286,8 @@ class Follow:
     def _refuse(self, changes: list[Change]) -> None:
         own = {id(p) for p in self.captures.model.parameters()} if changes else ()
         for c in changes:
+            if c.kind == "module" and all(isinstance(x, nn.Module) and not [*x.parameters(), *x.buffers()] for x in (c.before, c.after)):
+                continue  # an activation, say
             if (c.owner is not None and c.kind in ("parameter", "module")) or id(c.before) in own:
                 other = "copy new ones with trainer.load_weights, or compile again"
                 if MISSING in (c.before, c.after):  # torch.nn.utils.prune and parametrize do so

@@ -150,6 +150,16 @@ class Hyper:
         if (piloted := self._piloted_of(i)) is not None:
             piloted.pilot = piloted.pilot.with_group_of(piloted.fresh, i - piloted.first)
 
+    def pilot_of(self, i: int) -> Pilot | None:
+        piloted = self._piloted_of(i)
+        return None if piloted is None else piloted.pilot
+
+    def resume(self, i: int, steps: int, pilot: Pilot | None) -> None:
+        """Group i goes on after so many steps, and as this pilot knows it."""
+        self.steps[i] = steps
+        if pilot is not None and (piloted := self._piloted_of(i)) is not None:
+            piloted.pilot = piloted.pilot.with_group_of(pilot, i - piloted.first)
+
     def counts_steps(self, i: int) -> bool:
         """Whether group i's step depends on how many there were, in a way that the optimizer alone knows."""
         piloted = self._piloted_of(i)

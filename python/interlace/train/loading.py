@@ -143,6 +143,7 @@ class Loading:
                 scheduler.load_state_dict(scheduler_values)
             self._restore_groups([g["hyper"] for g in record["groups"]])
             self._run.hyper.restore(steps, scalars)
+            self._run.laid_by.clear()
             self._run.left_out = {n: int(t) for n, t in record.get("left_out", {}).items() if n in self._run.states.parameters}
             if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
                 generators.restore(self._run.peers.device, moments.read(f"rng.{self._run.rank}"))

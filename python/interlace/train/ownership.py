@@ -91,6 +91,7 @@ class Ownership:
         run.left_out = {name: n for name, n in run.left_out.items() if run.states.parameters[name].group not in groups}
         for optimizer in anew:
             _keep(optimizer)
+        run.laid_by = {n: laid for n, laid in run.laid_by.items() if not any(n in run.names_of_group(i) for i in groups)}
 
     def _live(self) -> Run | None:
         run = self._run()
@@ -213,6 +214,7 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             run.states.fill_from(p.name, role, t if t is not None else torch.zeros(p.shape, dtype=torch.float32))
         run.hyper.restore(steps, scalars)
         run.left_out = left_out
+        run.laid_by.clear()
 
     return fill
 

@@ -1,6 +1,7 @@
 """Parameters that are frozen or unfrozen while training: the model is captured again, and training goes on with the values there are.
 
-The program of other trainable parameters has other units, so that values are copied; for that moment both sets of states exist.
+The program of other trainable parameters has other units, so that values are copied; for that moment both sets of states exist. Of what is
+frozen the optimizer's states and count of steps are laid by, a part on each rank, and are there again when it is unfrozen.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from interlace.errors import InterlaceError
 from interlace.train.evaluation import Evaluation
 from interlace.train.hyper import OWN_COUNTS
 from interlace.train.materialize import adopt
-from interlace.train.run import Run, gathered
+from interlace.train.run import LaidBy, Run, gathered
 
 log = logging.getLogger("interlace")
+Tensor = torch.Tensor
 
 
 class Frozen:
@@ -35,7 +37,6 @@ class Frozen:
         self._parameters = list(captures.model.named_parameters())
         self._tensors = [p for _, p in self._parameters]
         self._flags, self._marks = [p.requires_grad for p in self._tensors], _runtime.marks(self._tensors)
-        self._ever = {name for name, p in self._parameters if p.requires_grad}  # trained by some program
         self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
     def follow(self, batch: Any) -> None:
@@ -66,14 +67,23 @@ class Frozen:
                 f"{ranks_text(other)} changed requires_grad of other parameters than rank 0 before step {run.steps}; every rank must "
                 "freeze and unfreeze the same"
             )
+        self._lay_by([name for name, word in changed.items() if word == "frozen"])
         self._restart_groups([name for name, word in changed.items() if word == "trainable"])
         log.warning("step %d: compiling again, because %s", run.steps, _listed(changed))
         self._recompile(run.example(batch))
         self._flags = flags
 
+    def _lay_by(self, names: list[str]) -> None:
+        run = self.run
+        for i in range(len(run.optimizer.param_groups)):
+            for name in set(run.names_of_group(i)).intersection(names):
+                if (made := run.own_steps(name, i)) > 0:
+                    run.laid_by[name] = LaidBy(made, run.hyper.pilot_of(i))
+                run.left_out.pop(name, None)
+
     def _restart_groups(self, names: list[str]) -> None:
-        """New parameters begin at step 1 of the optimizer, as in torch; here a group has one count of steps, and some kinds know what a
-        parameter has made fewer."""
+        """New parameters begin at step 1 of the optimizer, and others go on where they were frozen, as in torch; here a group has one count
+        of steps, and some kinds know what a parameter has made fewer."""
         run = self.run
         run.hyper.check_groups()
         trained = {name for (name, _), before in zip(self._parameters, self._flags, strict=True) if before}
@@ -82,22 +92,27 @@ class Frozen:
             fresh = sorted(own.intersection(names))
             if not fresh or run.hyper.steps[i] == 0:
                 continue
-            counts, group = run.kind_of(i) in OWN_COUNTS, run.optimizer.param_groups[i]
-            first_is_as_others = run.kind_of(i) == "sgd" and not group["dampening"]
-            if own & trained and (counts or first_is_as_others) and self._ever.isdisjoint(fresh):
-                run.left_out |= dict.fromkeys(fresh, run.hyper.steps[i]) if counts else {}
-                continue
-            if own & trained:
-                again = next((name for name in fresh if name in self._ever), None)
+            made = {name: run.laid_by[name].made if name in run.laid_by else 0 for name in fresh}
+            counts, dampened = run.kind_of(i) in OWN_COUNTS, bool(run.optimizer.param_groups[i].get("dampening"))
+            if not own & trained:  # the group goes on where it was
+                for name in own:
+                    run.left_out.pop(name, None)
+                if not any(made.values()):
+                    run.hyper.restart(i)
+                    continue
+                last = max((laid for name, laid in run.laid_by.items() if name in own), key=lambda laid: laid.made)
+                run.hyper.resume(i, last.made, last.pilot)
+            now = run.hyper.steps[i]
+            same = all(n == now for n in made.values())
+            as_others = run.kind_of(i) == "sgd" and not (dampened and 0 in made.values())
+            if not (counts or same or as_others or (all(made.values()) and not run.hyper.counts_steps(i))):
+                again = next((name for name in fresh if made[name]), None)
                 raise InterlaceError(
                     f"parameter '{again or fresh[0]}' becomes trainable {'again ' if again else ''}after its optimizer group {i} has made "
-                    f"{run.hyper.steps[i]} steps with others; put parameters that are {'frozen for a while' if again else 'unfrozen later'} "
+                    f"{now} steps with others; put parameters that are {'frozen for a while' if again else 'unfrozen later'} "
                     "into a group of their own when making the optimizer"
                 )
-            run.hyper.restart(i)
-            for name in own:
-                run.left_out.pop(name, None)
-        self._ever.update(names)
+            run.left_out |= {name: now - n for name, n in made.items() if counts and n < now}
 
     def _recompile(self, micro_batch: Any) -> None:
         run, programs = self.run, self.planner.programs
@@ -128,12 +143,24 @@ class Frozen:
     def _copy(self, built: Built) -> None:
         """Weights, moments and buffers of the running program into the new one, whose views the model then gets."""
         run, old, new = self.run, self.run.states, built.states
+        trained = {name for name, p in self._parameters if p.requires_grad}
         for role in (WEIGHT, *run.roles()):
             for p, value in old.whole(role, everywhere=True):
+                if p.name in run.laid_by and p.name not in trained and role != WEIGHT and value is not None:
+                    flat, size = value.detach().reshape(-1), -(-value.numel() // run.world_size)
+                    mine = flat[run.rank * size : (run.rank + 1) * size]
+                    run.laid_by[p.name].parts[role] = torch.cat([mine, mine.new_zeros(size - mine.numel())])
                 if p.name not in new.parameters:  # another stage's
                     continue
                 if value is not None and (role == WEIGHT or role in new.roles_of(p.name)):
                     new.fill_from(p.name, role, value)
+        for name in sorted(trained.intersection(run.laid_by)):
+            groups = run.peers.groups
+            for role, mine in run.laid_by.pop(name).parts.items():
+                every = mine if run.world_size == 1 else groups.gather_in(groups.native, mine, run.world_size, True)
+                if every is not None and name in new.parameters and role in new.roles_of(name):
+                    shape = new.place_of(name, role).shape
+                    new.fill_from(name, role, every[: torch.Size(shape).numel()].view(shape))
         running = {b["name"]: run.executor.tensor(b["value"]) for b in run.ir.buffers()}
         storages = {b["name"]: built.executor.tensor(b["value"]) for b in built.ir.buffers()}
         for name, storage in storages.items():

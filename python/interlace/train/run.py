@@ -56,6 +56,15 @@ class Tensors:
         return [entry for entry, canonical, _ in self.entries if canonical == name]
 
 
+@dataclasses.dataclass
+class LaidBy:
+    """Of a parameter that is frozen for now: the steps that it has made, its optimizer's pilot, and this rank's part of its states."""
+
+    made: int
+    pilot: Any
+    parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
 class Run:
     """The data of one Trainer, and the few moves that keep it whole. Its parts read and change it; nobody else has it."""
 
@@ -74,6 +83,7 @@ class Run:
         self.outputs: dict[str, list[Tensor]] = {}
         self.skipped = False
         self.left_out: dict[str, int] = {}  # steps that a parameter has made fewer than its group, without a gradient
+        self.laid_by: dict[str, LaidBy] = {}
         self.stage = stage_at(config.schedule, 0)  # entry of the schedule
         self.limit: int | None = None  # bytes that plans keep to, where other programs have left less than memory_limit
         self.save: Save | None = None  # under way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -27,6 +28,7 @@ from interlace.train import generators
 from interlace.train.loop import Loop
 from interlace.train.run import Run
 
+log = logging.getLogger("interlace")
 Tensor = torch.Tensor
 SHORT_RUN = 64 << 10  # bytes; where parts of a parameter alternate in shorter runs than these, ranks first put rows together
 
@@ -51,6 +53,9 @@ class Saving:
         self.finish()
         self._all_here()
         self._run.flush()
+        if self._run.laid_by and self._run.rank == 0:
+            names = ", ".join(sorted(self._run.laid_by)[:3])
+            log.warning("%s: optimizer states of frozen parameters (%s) are not saved; unfrozen after a load they begin anew", folder, names)
         begin, cpu = time.monotonic(), time.thread_time()
         with self._run.peers.guard():
             problem = self._begin_save(place_of(folder), extra, keep)

@@ -14,6 +14,7 @@ from interlace.train.diagnosis import Diagnosis, NonFiniteError
 from interlace.train.follow import Follow
 from interlace.train.loop import Loop
 from interlace.train.refreeze import Frozen
+from interlace.train.rewriting import Rewriting
 from interlace.train.run import Run
 from interlace.train.unused import Unused
 from interlace.train.verify import Verify
@@ -31,6 +32,7 @@ class Stepping:
         self._traced = self._compared = False
         self._unused = Unused(run)
         self._verify = Verify(run)
+        self._rewriting = Rewriting(run)
 
     def step(self, batch: Any) -> Tensor:
         run = self._run
@@ -49,6 +51,7 @@ class Stepping:
                 self._frozen.follow(batch)
                 self._follow.follow(batch)
                 self._follow.take(batch, inputs)
+                self._rewriting.before(run.ir, inputs)
         if not self._compared:
             run.check_same_batch("the first batch", inputs)
             self._compared = True

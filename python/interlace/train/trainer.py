@@ -87,7 +87,8 @@ class Trainer:
         self._run.shapes.open_ended = True
 
     def evaluate(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any] | None = None) -> dict[str, Tensor]:
-        """The loss of this rank's batch with the model in eval mode (no dropout, this rank's statistics); nothing changes, no step counts.
+        """The loss of this rank's batch with the model in eval mode (no dropout, this rank's statistics); nothing changes but parameters that
+        the model's own forward writes, no step counts.
 
         Gives what `loss_fn` gives, by name, "loss" first; by default the loss function of training. The batch is one part, not cut into
         micro-batches, of any shape: each is compiled when first met. Parameters are gathered as in training: no rank holds the whole
