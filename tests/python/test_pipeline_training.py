@@ -113,6 +113,13 @@ def test_a_v_over_layers_that_ranks_do_not_divide(mesh: dict[str, int]) -> None:
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
+def test_an_entry_of_the_schedule_that_changes_one_stage_alone() -> None:
+    """Of this model the updates of the last stage stay where they are; both ranks go on with the entry's programs."""
+    settings = [{"accumulation": 4, "stage_order": "1f1b", "schedule": [(0, []), (2, ["overlap_update"])]}]
+    (distance,) = ranks.run(distances, 2, "vit", {"pp": 2}, settings, timeout_s=300)[0]
+    assert distance.within(1e-9), distance
+
+
 def schedules(name: str, mesh: dict[str, int]) -> list[str]:
     found = []
     for config in ORDERS[:3]:

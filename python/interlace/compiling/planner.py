@@ -20,6 +20,7 @@ from interlace.config import Config, ConfigError
 from interlace.config.schedule import Schedule, fill, for_stage, items, needs_profile, pass_name, pipeline
 from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes, physical_bytes
 from interlace.dist.mesh import STAGES
+from interlace.errors import InterlaceError
 
 # Meta lines that stages of unlike ranks have from the first of them that is made.
 OF_STAGES = ("stages.rows", "stages.times", "stages.room")
@@ -195,14 +196,16 @@ class Planner:
 
     def rehearse(self, captured: str, later: Schedule) -> None:
         """Runs the passes of later entries of the schedule that need neither measured times nor a search, so that what would fail at its
-        step fails at the start. What they make is in the cache then. Error: what a pass refuses, with the entry's step."""
+        step fails at the start. What they make is in the cache then. Error: what a pass refuses or what does not fit, with the entry's step."""
         for step, passes in later:
             searches = any(pass_name(text) == "search" for text in passes)
             if not passes or searches or needs_profile(passes) or self.has(captured, passes):
                 continue
             try:
-                self.source(captured, passes, {})
-            except ProgramError as e:
+                source = self.source(captured, passes, {})
+                for text in source.stages or [source.text]:
+                    self.programs.check_room(self.programs.parse(dataclasses.replace(source, text=text)))
+            except InterlaceError as e:
                 raise ProgramError(f"schedule, step {step}: {e}") from e
 
     def filled(self, passes: Sequence[str], limit: int | None = None) -> list[str]:

@@ -188,9 +188,7 @@ class Programs:
         from interlace import _runtime
 
         program = self.parse(source)
-        problem = self.over_limit(program, beside)
-        if problem is not None:
-            raise InterlaceError(f"{problem}, use more ranks, or a smaller micro-batch with more accumulation")
+        self.check_room(program, beside)
         options = {
             "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug, "arena": self.config.arena,
             # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
@@ -266,6 +264,18 @@ class Programs:
                 f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]}, rank 0's is "
                 f"{digests[0][:12]}): what goes through the run's store is damaged on the way; start the run again",
                 wrong[0],
+            )
+
+    def check_room(self, program: Any, beside: Any = None) -> None:
+        """Error: it takes more than memory_limit, or moves what there is no tier for. `beside` as in over_limit."""
+        problem = self.over_limit(program, beside)
+        if problem is not None:
+            raise InterlaceError(f"{problem}, use more ranks, or a smaller micro-batch with more accumulation")
+        moved = next((s for s in program.states() if s["moves"] and s["persistent"]), None)
+        if moved is not None and not self.has_tier:
+            raise InterlaceError(
+                f"state {state_name(moved)} goes out of memory in this program, but there is no tier to hold it; give tier=\"host\" or, "
+                "but for steps that are made there (host_update), a folder on a local disk"
             )
 
     def over_limit(self, program: Any, beside: Any = None) -> str | None:

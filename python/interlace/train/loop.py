@@ -169,7 +169,7 @@ class Loop:
         with self.peers.guard():
             source = self.programs.share(f"plan for step {self.count}", make)
         self.run.made_for_stage()
-        changed = source.text != old.text
+        changed = (source.text, source.stages) != (old.text, old.stages)  # of a pipeline perhaps on another stage alone
         if changed:
             self.swapping.swap_to(source)
         before = self._predict(old.text) if changed else None
