@@ -120,6 +120,23 @@ def test_an_entry_of_the_schedule_that_changes_one_stage_alone() -> None:
     assert distance.within(1e-9), distance
 
 
+def gone_on(folder: str) -> tuple[list[float], list[float], bool]:
+    """Two steps behind a save, of the trainer that saved and of one that loads; whether its program is the one that ran."""
+    settings: dict[str, Any] = {"mesh": {"pp": 2}, "accumulation": 4, "schedule": [(0, []), (2, ["overlap_update"])]}
+    with tensor_models.compiled("llama", **settings) as trainer:
+        tensor_models.steps(trainer, 0, 4)
+        trainer.save(folder)
+        ran, expected = trainer.program, tensor_models.steps(trainer, 4, 6)
+    with tensor_models.compiled("llama", **settings) as trainer:
+        trainer.load(folder)
+        return expected, tensor_models.steps(trainer, 4, 6), trainer.program == ran
+
+
+def test_a_schedule_goes_on_with_the_programs_of_all_stages(tmp_path: Path) -> None:
+    for expected, found, same in ranks.run(gone_on, 2, str(tmp_path / "run")):
+        assert found == expected and same
+
+
 def schedules(name: str, mesh: dict[str, int]) -> list[str]:
     found = []
     for config in ORDERS[:3]:

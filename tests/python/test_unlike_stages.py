@@ -157,9 +157,8 @@ def test_other_models(name: str) -> None:
 def evaluated(mesh: dict[str, Any] | None, name: str = "gpt2") -> list[float]:
     found = []
     with compiled(name, mesh=mesh, accumulation=2) as trainer:
-        whole = settings_of(mesh=mesh)  # of one micro-batch
         for step in range(2):
-            batch = whole.deal(tensor_models.batch_of(100, 0, ROWS, name), *parity.rank_and_size())
+            batch = trainer.config.deal(tensor_models.batch_of(100, 0, ROWS, name), *parity.rank_and_size(), micro_batches=1)
             found.append(parity.mean_over_ranks(trainer.evaluate(batch)["loss"]))
             trainer.step(dealt(name, step, trainer.config))
     return found

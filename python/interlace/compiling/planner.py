@@ -196,14 +196,14 @@ class Planner:
 
     def rehearse(self, captured: str, later: Schedule) -> None:
         """Runs the passes of later entries of the schedule that need neither measured times nor a search, so that what would fail at its
-        step fails at the start. What they make is in the cache then. Error: what a pass refuses or what does not fit, with the entry's step."""
+        step fails at the start. What they make is in the cache then. Error: what is refused or does not fit, with the entry's step."""
         for step, passes in later:
             searches = any(pass_name(text) == "search" for text in passes)
             if not passes or searches or needs_profile(passes) or self.has(captured, passes):
                 continue
             try:
                 source = self.source(captured, passes, {})
-                for text in source.stages or [source.text]:
+                for text in source.texts:
                     self.programs.check_room(self.programs.parse(dataclasses.replace(source, text=text)))
             except InterlaceError as e:
                 raise ProgramError(f"schedule, step {step}: {e}") from e

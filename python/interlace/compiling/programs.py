@@ -54,6 +54,11 @@ class Source:
     regions: Library | None = None  # compiled, where it was built with such
     waits: int | None = None  # where it runs bodies until they are: Regions.of
 
+    @property
+    def texts(self) -> list[str]:
+        """Of all stages; of a run without, its one program."""
+        return self.stages or [self.text]
+
 
 @dataclasses.dataclass
 class Built:

@@ -245,7 +245,8 @@ class Run:
                             raise PeerError(
                                 f"ranks {first[1]} (stage {first[2]}) and {rank} (stage {stage}) have other rows in micro-batch {k}: "
                                 f"row {place * len(rows) + r} of all its rows differs; give every rank "
-                                "config.deal(batch, rank, ranks) of the step's whole batch", rank
+                                + ("config.deal(batch, rank, ranks) of the step's whole batch" if "evaluation" not in what else
+                                   "config.deal(batch, rank, ranks, micro_batches=1) of the whole batch that is evaluated"), rank
                             )  # fmt: skip
 
     # ---- the schedule ----
