@@ -289,7 +289,7 @@ def test_a_pass_that_fails_at_its_step_is_told_to_all_ranks() -> None:
         (["bucket(modules=model.layer.*)"], "'model.layer.*' owns no parameter, did you mean 'model.layers.*'?"),
         (["bucket(modules=model.layers.*+model.layers.1)"], "'model.layers.*' and 'model.layers.1' overlap: both own"),
         (["reposition_update", "prefetch"], "pass 'prefetch': "),
-        (["offload_sync(cluster={cluster},kinds=states)"], 'out of memory in this program, but there is no tier to hold it; give tier="host"'),
+        (["offload_sync(cluster={cluster},kinds=states)"], 'out of memory in this program, but there is no tier to hold it; give tier='),
     ],
     ids=["nothing", "overlap", "order", "tier"],
 )
