@@ -17,6 +17,7 @@ from test_trainer_bits import digest
 
 from interlace.checkpoint.contents import MODEL, OPTIMIZER
 from interlace.dist.peers import PeerError
+from interlace.errors import InterlaceError
 
 STEPS = 8  # moments, clipping and a settled arena have all been there
 
@@ -201,6 +202,20 @@ def test_stages_of_one_pipeline_must_have_the_same_batch() -> None:
         assert "ranks 0 and 1 work on one batch along pp of the mesh, but were given different ones" in str(outcome.error)
 
 
+def swapped_for_one_stage() -> tuple[str, list[float]]:
+    """To the first stage's program on both, which the second cannot go on with."""
+    with tensor_models.compiled("llama", mesh={"pp": 2}, accumulation=2) as trainer:
+        losses = tensor_models.steps(trainer, 0, 1)
+        with pytest.raises(InterlaceError) as error:
+            trainer.swap(trainer.program)
+        return str(error.value), losses + tensor_models.steps(trainer, 1, 2)
+
+
+def test_a_program_that_another_stage_cannot_build_is_told_to_all() -> None:
+    (first, losses), (second, _) = ranks.run(swapped_for_one_stage, 2)
+    assert len(losses) == 2 and "the new program wants" in second and first == f"on rank 1: {second}"
+
+
 def refused(config: dict[str, Any]) -> None:
     tensor_models.compiled("llama", **config).close()
 
@@ -214,6 +229,10 @@ def refused(config: dict[str, Any]) -> None:
         ({"mesh": {"pp": 2}, "stage_chunks": 2}, 'needs stage_order="interleaved"'),
         ({"mesh": {"pp": 2}, "stage_order": "v", "stages": "model.layers.1"}, "1 border makes 2 stages"),
         ({"mesh": {"dp": 2}, "stage_order": "gpipe"}, "needs an axis pp in the mesh"),
+        (
+            {"mesh": {"pp": 2}, "schedule": [(0, []), (5, ["offload_sync(cluster={cluster},kinds=states)"])]},
+            "schedule, step 5: state u0.exp_avg goes out of memory",
+        ),
         ({"mesh": {"pp": 2}, "stage_chunks": 20, "stage_order": "gpipe"}, "cannot be cut into 40 stages"),
     ],
 )

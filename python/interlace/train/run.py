@@ -169,11 +169,11 @@ class Run:
             problem = [str(e), isinstance(e, DamageError)]
         with self.peers.guard():
             problems = self.peers.exchange(what, problem)
-        for rank, found in enumerate(problems):
-            if found is not None:
-                text, damage = found
+        for rank in (self.rank, *range(self.world_size)):  # its own first
+            if problems[rank] is not None:
+                text, damage = problems[rank]
                 kind = DamageError if damage else error
-                raise kind(text if self.world_size == 1 or rank == self.rank else f"on rank {rank}: {text}")
+                raise kind(text if rank == self.rank else f"on rank {rank}: {text}")
         assert action is not None
         return action
 
