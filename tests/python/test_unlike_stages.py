@@ -154,6 +154,13 @@ def test_other_models(name: str) -> None:
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
+def test_a_gradient_of_all_rows_is_added_up() -> None:
+    """Of the embedding, which is made on the second stage and updated on the first."""
+    settings = [{"mesh": {"pp": 2, "dp": dp}, "stages": "transformer.wpe.weight"} for dp in ((1, 2), (2, 1))]
+    for config, distance in zip(settings, ranks.run(distances, 3, "gpt2", settings, timeout_s=300)[0], strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+
+
 def evaluated(mesh: dict[str, Any] | None, name: str = "gpt2") -> list[float]:
     found = []
     with compiled(name, mesh=mesh, accumulation=2) as trainer:
