@@ -10,7 +10,7 @@ import pytest
 import ranks
 from safetensors.torch import load_file
 from test_trainer_bits import digest
-from test_unlike_stages import compiled, distances, evaluated, resumed
+from test_unlike_stages import distances, evaluated, resumed
 
 from interlace.checkpoint.contents import MODEL, OPTIMIZER
 
