@@ -192,24 +192,31 @@ class Builder : UpdateOps {
         parts.back().push_back(target.grad);
         continue;
       }
-      const int64_t pieces = recut ? recut->Pieces(mine, peer) : 1;
-      const auto address = [&](Op& op, int64_t piece) {
+      const int64_t pieces = recut ? recut->Pieces(mine, peer) : 1, width = recut ? recut->Width(mine, peer) : 1;
+      const int64_t size = type.sizes[0].value / pieces;
+      const auto parts_of = [&](int64_t from, int64_t to) {  // of a piece; 1: every rank along tp sends all of it
+        const int64_t count = recut ? recut->Parts(from, to) : 1;
+        return size % count == 0 ? count : 1;
+      };
+      const int64_t sent = parts_of(mine, peer), come = parts_of(peer, mine);
+      const auto address = [&](Op& op, int64_t number) {
         op.SetAttr("axis", Arg::Word(program_.stage->axis));
-        op.SetAttr("peer", Arg::Int(recut ? recut->Peer(program_.dims, mine, peer, piece) : Dim(peer)));
+        op.SetAttr("peer", Arg::Int(recut ? recut->Peer(program_.dims, mine, peer, number) : Dim(peer)));
         op.SetAttr("message", Arg::String("grad of " + target.params[0]->name));
       };
-      const Type part = pieces > 1 ? FlatType(type.dtype, type.sizes[0].value / pieces) : type;
-      for (int64_t piece = 0; piece < pieces; ++piece) {
+      for (int64_t number = 0; number < pieces * width; ++number) {
         ValueId value = target.grad;
-        if (pieces > 1) value = View(target.grad, part, Dim(part.sizes[0].value * piece));
+        Dim at = Dim(size * (number / width));
+        if (sent > 1) at = program_.dims.Add(at, program_.dims.Mul(recut->PartOf(program_.dims, mine), Dim(size / sent)));
+        if (pieces * sent > 1) value = View(target.grad, FlatType(type.dtype, size / sent), at);
         Op& send = Add(OpKind::kSendStart);
         send.args = {Arg::Of(value)};
-        address(send, piece);
+        address(send, number);
         tokens.push_back(program_.AddResult(send, FlatType(DType::kB8, 0)));
         Op& receive = Add(OpKind::kRecvStart);
-        address(receive, piece);
-        parts.back().push_back(program_.AddResult(receive, part));
-        arriving.push_back(parts.back().back());
+        address(receive, number);
+        arriving.push_back(program_.AddResult(receive, FlatType(type.dtype, size / come)));
+        if (come > 1 || number % width == 0) parts.back().push_back(arriving.back());
       }
     }
     for (const ValueId part : arriving) Add(OpKind::kRecvWait).args = {Arg::Of(part)};

@@ -130,8 +130,8 @@ class Ours:
         optimizer = parity.make_optimizer(setting["kind"], self.model)
         self.trainer = interlace.compile(self.model, optimizer, tensor_models.loss_of, self.batch(0), self.config)
 
-    def batch(self, step: int) -> Any:
-        return self.config.deal(whole_batch(self.setting, self.size, step), *parity.rank_and_size())
+    def batch(self, step: int, micro_batches: int | None = None) -> Any:
+        return self.config.deal(whole_batch(self.setting, self.size, step), *parity.rank_and_size(), micro_batches)
 
 
 def ours(setting: dict[str, Any], size: int, folder: str) -> parity.Run:
@@ -141,7 +141,7 @@ def ours(setting: dict[str, Any], size: int, folder: str) -> parity.Run:
     losses = []
     for step in range(STEPS):
         if step == between.get("evaluate"):
-            run.trainer.evaluate(run.batch(100))
+            run.trainer.evaluate(run.batch(100, micro_batches=1))
         if step == between.get("freeze"):
             frozen(run.model).requires_grad_(False)
         if step == between.get("save"):

@@ -17,6 +17,7 @@ from test_trainer_bits import digest
 
 from interlace.checkpoint.contents import MODEL, OPTIMIZER
 from interlace.dist.peers import PeerError
+from interlace.errors import InterlaceError
 
 STEPS = 8  # moments, clipping and a settled arena have all been there
 
@@ -113,6 +114,30 @@ def test_a_v_over_layers_that_ranks_do_not_divide(mesh: dict[str, int]) -> None:
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
+def test_an_entry_of_the_schedule_that_changes_one_stage_alone() -> None:
+    """Of this model the updates of the last stage stay where they are; both ranks go on with the entry's programs."""
+    settings = [{"accumulation": 4, "stage_order": "1f1b", "schedule": [(0, []), (2, ["overlap_update"])]}]
+    (distance,) = ranks.run(distances, 2, "vit", {"pp": 2}, settings, timeout_s=300)[0]
+    assert distance.within(1e-9), distance
+
+
+def gone_on(folder: str) -> tuple[list[float], list[float], bool]:
+    """Two steps behind a save, of the trainer that saved and of one that loads; whether its program is the one that ran."""
+    settings: dict[str, Any] = {"mesh": {"pp": 2}, "accumulation": 4, "schedule": [(0, []), (2, ["overlap_update"])]}
+    with tensor_models.compiled("llama", **settings) as trainer:
+        tensor_models.steps(trainer, 0, 4)
+        trainer.save(folder)
+        ran, expected = trainer.program, tensor_models.steps(trainer, 4, 6)
+    with tensor_models.compiled("llama", **settings) as trainer:
+        trainer.load(folder)
+        return expected, tensor_models.steps(trainer, 4, 6), trainer.program == ran
+
+
+def test_a_schedule_goes_on_with_the_programs_of_all_stages(tmp_path: Path) -> None:
+    for expected, found, same in ranks.run(gone_on, 2, str(tmp_path / "run")):
+        assert found == expected and same
+
+
 def schedules(name: str, mesh: dict[str, int]) -> list[str]:
     found = []
     for config in ORDERS[:3]:
@@ -177,6 +202,20 @@ def test_stages_of_one_pipeline_must_have_the_same_batch() -> None:
         assert "ranks 0 and 1 work on one batch along pp of the mesh, but were given different ones" in str(outcome.error)
 
 
+def swapped_for_one_stage() -> tuple[str, list[float]]:
+    """To the first stage's program on both, which the second cannot go on with."""
+    with tensor_models.compiled("llama", mesh={"pp": 2}, accumulation=2) as trainer:
+        losses = tensor_models.steps(trainer, 0, 1)
+        with pytest.raises(InterlaceError) as error:
+            trainer.swap(trainer.program)
+        return str(error.value), losses + tensor_models.steps(trainer, 1, 2)
+
+
+def test_a_program_that_another_stage_cannot_build_is_told_to_all() -> None:
+    (first, losses), (second, _) = ranks.run(swapped_for_one_stage, 2)
+    assert len(losses) == 2 and "the new program wants" in second and first == f"on rank 1: {second}"
+
+
 def refused(config: dict[str, Any]) -> None:
     tensor_models.compiled("llama", **config).close()
 
@@ -190,6 +229,10 @@ def refused(config: dict[str, Any]) -> None:
         ({"mesh": {"pp": 2}, "stage_chunks": 2}, 'needs stage_order="interleaved"'),
         ({"mesh": {"pp": 2}, "stage_order": "v", "stages": "model.layers.1"}, "1 border makes 2 stages"),
         ({"mesh": {"dp": 2}, "stage_order": "gpipe"}, "needs an axis pp in the mesh"),
+        (
+            {"mesh": {"pp": 2}, "schedule": [(0, []), (5, ["offload_sync(cluster={cluster},kinds=states)"])]},
+            "schedule, step 5: state u0.exp_avg goes out of memory",
+        ),
         ({"mesh": {"pp": 2}, "stage_chunks": 20, "stage_order": "gpipe"}, "cannot be cut into 40 stages"),
     ],
 )

@@ -212,6 +212,20 @@ def test_programs_of_stages_with_unlike_ranks(layers: str) -> None:
     assert said["peak_bytes"] == pytest.approx([stage["peak_bytes"] for stage in plan["stages"]], rel=0.03)
 
 
+def test_dropout_takes_the_memory_that_it_takes_on_cpus() -> None:
+    """A mask of the values' dtype, attention's too."""
+    layers = plan_layers.model_text("gpt2-tiny", seq=64, flash=True, dtype="float32", cpu=True)
+    text = (
+        'interlace-plan 1\nmodel "gpt2-tiny"\ncluster "local-1"\ndevices 1 per_node 1\nblocks 3\nglobal_batch 4\nsequence 64\n'
+        'flash_attention yes\ndtype "float32"\nmemory_limit 1073741824\ntemplate runtime\naccumulation 2\nspace "by hand"\n\nstage 0\n'
+        "  layers 3 embedding head\n  devices 0..0\n  micro_batch 2 dp 1 tp 1\n  zero 0\n  recompute full 0 selective 0\n"
+        "  offload weights 0 gradients 0 states 0 activations 0\n"
+    )
+    plan = json.loads(_core.read_plan(_core.predict_plan(text, layers, "local-1")))
+    said = simulated(plan, "local-1", "")
+    assert said is not None and said["peak_bytes"] == pytest.approx([plan["stages"][0]["peak_bytes"]], rel=0.01)
+
+
 def test_stages_keep_the_memory_that_is_planned(tmp_path: Path, capsys: Any) -> None:
     """Orders that are faster than 1F1B hold more micro-batches on all stages but the first: not where the limit is near."""
     words = ["--store", stored(tmp_path, collectives(2, 1e6))]

@@ -78,6 +78,13 @@ def test_a_plan_of_several_stages_has_the_losses_of_one_process(
     assert facts["losses"] == pytest.approx(alone, rel=1e-9)
 
 
+def test_a_plan_of_a_model_with_other_blocks_is_refused(tmp_path: Path) -> None:
+    file = plan_file(tmp_path, [{"layers": 4, "dp": 1}])
+    file.write_text(file.read_text().replace("llama-tiny", "gpt2-tiny"))
+    done = commands.run("train", "--plan", str(file), "--steps", "1")
+    assert done.returncode == 1 and "the model has no list of 4 blocks, as the plan says it has" in done.stderr
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("ranks", "batch", "stages"),

@@ -289,8 +289,9 @@ def test_a_pass_that_fails_at_its_step_is_told_to_all_ranks() -> None:
         (["bucket(modules=model.layer.*)"], "'model.layer.*' owns no parameter, did you mean 'model.layers.*'?"),
         (["bucket(modules=model.layers.*+model.layers.1)"], "'model.layers.*' and 'model.layers.1' overlap: both own"),
         (["reposition_update", "prefetch"], "pass 'prefetch': "),
+        (["offload_sync(cluster={cluster},kinds=states)"], 'out of memory in this program, but there is no tier to hold it; give tier='),
     ],
-    ids=["nothing", "overlap", "order"],
+    ids=["nothing", "overlap", "order", "tier"],
 )
 def test_passes_of_a_late_step_are_tried_at_the_start(passes: list[str], message: str) -> None:
     model = zoo.build("llama", torch.float32)

@@ -3,7 +3,8 @@
     model.safetensors      every name of model.state_dict(), tied ones twice, so load_state_dict and from_pretrained take it as it is
     optimizer.safetensors  "exp_avg.<parameter>", "exp_avg_sq.<parameter>" or "momentum_buffer.<parameter>", and "rng.<rank>"
     trainer.json           step, steps and hyper-parameters of each group, where the schedule stands, format version
-    program.il             the program that ran, for going on with the same one
+    program.il             the program that ran, for going on with the same one; of a pipeline the first stage's,
+    program-1.il           and so on, those of the others
     scheduler.json         of a learning-rate scheduler, where the save was given one
     config.json            of Hugging Face models
     checksums.json         of every byte of the files above
@@ -19,6 +20,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +36,19 @@ MODEL, OPTIMIZER, TRAINER, PROGRAM = "model.safetensors", "optimizer.safetensors
 CHECKSUMS = "checksums.json"
 OWN_FILES = (MODEL, OPTIMIZER, TRAINER, PROGRAM, CHECKSUMS)
 MOST_STEPS = 1 << 53  # and other whole numbers: beyond, a float64 has gaps
+_STAGE = re.compile(r"program-\d+\.il")
 MAX_TEXT = 256 << 20  # bytes of trainer.json, program.il and checksums.json, at most
 REPLACED = 50  # times that a folder may be replaced while it is being opened
+
+
+def program_of(stage: int) -> str:
+    """The file of a stage's program; of a run without stages, and of the first, PROGRAM."""
+    return f"program-{stage}.il" if stage > 0 else PROGRAM
+
+
+def is_own(name: str) -> bool:
+    """Whether a file is a checkpoint's own, and not one that a save was given."""
+    return name in OWN_FILES or _STAGE.fullmatch(name) is not None
 
 
 class Checkpoint(contextlib.AbstractContextManager):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, OWN_FILES, PROGRAM, TRAINER, Checkpoint
+from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER, Checkpoint, is_own
 from interlace.checkpoint.folder import FolderLock, Staging, check_place
 from interlace.checkpoint.optimizer import STATE_NAMES, plain_hyper
 from interlace.checkpoint.saver import Piece
@@ -44,7 +44,7 @@ def export_torch(checkpoint: Checkpoint) -> dict[str, Any]:
             if entry:
                 state[index[name]] = entry
     model = {name: weights.read(name) for name in weights.names()}
-    small = {name: checkpoint.read(name).decode() for name in checkpoint.files if name not in OWN_FILES}
+    small = {name: checkpoint.read(name).decode() for name in checkpoint.files if not is_own(name)}
     optimizer = {"state": state, "param_groups": groups}
     return {"model": model, "optimizer": optimizer, "step": record["step"], "interlace": {"record": json.dumps(record), "files": small}}
 
@@ -149,7 +149,7 @@ def _import_exported(source: Path, folder: Path, model: dict[str, Tensor], optim
     """What export_torch gave, as it was: any optimizer, its counters, the other small files."""
     try:
         record, small = json.loads(exported["record"]), dict(exported["files"])
-        if not all(Path(n).name == n and not n.startswith(".") and n not in OWN_FILES and isinstance(t, str) for n, t in small.items()):
+        if not all(Path(n).name == n and not n.startswith(".") and not is_own(n) and isinstance(t, str) for n, t in small.items()):
             raise ValueError("it names a file outside the folder")
         moments: dict[str, Tensor] = {}
         for kind, group, saved in zip(record["kind"], record["groups"], optimizer["param_groups"], strict=True):

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace.checkpoint.contents import CHECKSUMS, FORMAT, OWN_FILES, TRAINER
+from interlace.checkpoint.contents import CHECKSUMS, FORMAT, TRAINER, is_own
 from interlace.checkpoint.disk import Disk
 from interlace.checkpoint.tensor_file import CheckpointError, Layout, checksum_text, sums_of
 from interlace.config import format_bytes
@@ -90,7 +90,7 @@ class Staging:
         self._sums: dict[str, dict[str, Any]] = {}
         check_place(final)
         for name in extra:
-            if Path(name).name != name or name in OWN_FILES or name.startswith("."):
+            if Path(name).name != name or is_own(name) or name.startswith("."):
                 raise CheckpointError(f"'{name}' cannot be the name of an extra file of a checkpoint")
         parent = final.parent
         self.folder = parent / f".{final.name}.{uuid.uuid4().hex[:8]}.part"

@@ -33,7 +33,7 @@ def build(name: str, vocab: int, seq: int, dtype: torch.dtype, keep_vocab: bool 
         if vocab_size < vocab:
             raise InterlaceError(
                 f"the tokenizer has {vocab} entries, but {preset.name} has a vocab_size of {vocab_size}: "
-                "use a smaller --vocab, or --tokenizer byte (257 entries)"
+                + ("use a smaller --vocab, or --tokenizer byte (257 entries)" if vocab > 257 else "use a smaller tokenizer, or another model")
             )
     text_dtype = str(dtype).removeprefix("torch.")
     return models.build(name, seq=seq, vocab_size=vocab_size, dtype=text_dtype, meta=True).model

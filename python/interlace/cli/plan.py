@@ -213,8 +213,8 @@ def _begins(name: str, magic: bytes) -> bool:
 # ---- finding ----
 
 
-def traced(work: Work, name: str, seq: int, flash: bool, dtype: str, ignore: tuple[str, ...]) -> str:
-    """The text of the model's layers. Error: a file of layers that is for another dtype or kind of attention."""
+def traced(work: Work, name: str, seq: int, flash: bool, dtype: str, ignore: tuple[str, ...], cluster: str = "") -> str:
+    """The text of the model's layers, for a cluster's kind of device. Error: a file of layers for another dtype or attention."""
     if _begins(name, b"interlace-model"):
         return _written_layers(name, flash, dtype)
     from transformers.utils import logging
@@ -223,7 +223,7 @@ def traced(work: Work, name: str, seq: int, flash: bool, dtype: str, ignore: tup
 
     work.update(f"tracing the layers of {name}")
     logging.set_verbosity_error()  # notes on configs that are never run
-    return model_text(name, seq=seq, flash=flash, dtype=dtype, ignore=ignore)
+    return model_text(name, seq=seq, flash=flash, dtype=dtype, ignore=ignore, cpu=cluster.startswith(sim.LOCAL))
 
 
 def _written_layers(file: str, flash: bool, dtype: str) -> str:
@@ -259,7 +259,7 @@ def make_plan(
     text, cluster_file = sim.read_cluster(cluster) if here is None else (here.text, cluster)
     _core.cluster_devices(text, cluster_file)  # a wrong cluster is said before the model is traced
     with Work() as work:
-        layers = traced(work, model, seq, options["flash"], options["dtype"], ignore)
+        layers = traced(work, model, seq, options["flash"], options["dtype"], ignore, cluster)
 
     def planned(text: str, top: int) -> dict[str, Any]:
         with Work() as work:
@@ -293,7 +293,9 @@ def check_plan(
         here = Here(plan["cluster"])
     text, cluster_file = sim.read_cluster(cluster or plan["cluster"]) if here is None else (here.text, plan["cluster"])
     with Work() as work:
-        layers = traced(work, layers_file or plan["model"], plan["sequence"], plan["flash_attention"], plan["dtype"], ignore)
+        layers = traced(
+            work, layers_file or plan["model"], plan["sequence"], plan["flash_attention"], plan["dtype"], ignore, cluster or plan["cluster"]
+        )
         predicted = _core.predict_plan(Path(file).read_text(), layers, text, file=file, cluster_file=cluster_file, over_memory=over_memory)
         error = _core.PlanPredictor(layers, plan["sequence"]).run(predicted, text, cluster_file)[2]
         explained = json.loads(_core.explain_plan(predicted, layers, text, cluster_file=cluster_file))

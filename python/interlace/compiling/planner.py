@@ -15,11 +15,12 @@ import torch
 from interlace.capture.tensor_plan import cuts_text
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import put_back, take_out
-from interlace.compiling.programs import Made, ProgramError, Programs, Source
+from interlace.compiling.programs import Made, ProgramError, Programs, Source, state_name
 from interlace.config import Config, ConfigError
 from interlace.config.schedule import Schedule, fill, for_stage, items, needs_profile, pass_name, pipeline
 from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes, physical_bytes
 from interlace.dist.mesh import STAGES
+from interlace.errors import InterlaceError
 
 # Meta lines that stages of unlike ranks have from the first of them that is made.
 OF_STAGES = ("stages.rows", "stages.times", "stages.room")
@@ -39,6 +40,11 @@ def check_stages(texts: list[str]) -> None:
         _core.ProgramSet(STAGES, [_core.Program.parse(text, f"stage{s}.il") for s, text in enumerate(texts)]).check()
     except _core.Error as e:
         raise ProgramError(str(e)) from e
+
+
+def layout_of(program: Any) -> list[Any]:
+    """What one program must have as another one has it, to go on with its states."""
+    return [(state_name(s), s["dtype"], s["shape"]) for s in program.states() if s["role"] in ("full", "shard")]
 
 
 class Planner:
@@ -193,16 +199,20 @@ class Planner:
         self.standard = ",".join(passes)
         return self.programs.settled(captured)
 
-    def rehearse(self, captured: str, later: Schedule) -> None:
+    def rehearse(self, captured: str, later: Schedule, first: Source) -> None:
         """Runs the passes of later entries of the schedule that need neither measured times nor a search, so that what would fail at its
-        step fails at the start. What they make is in the cache then. Error: what a pass refuses, with the entry's step."""
+        step fails at the start. What they make is in the cache then. Error: what is refused or does not fit, with the entry's step."""
         for step, passes in later:
             searches = any(pass_name(text) == "search" for text in passes)
             if not passes or searches or needs_profile(passes) or self.has(captured, passes):
                 continue
             try:
-                self.source(captured, passes, {})
-            except ProgramError as e:
+                for text, before in zip(self.source(captured, passes, {}).texts, first.texts, strict=True):
+                    program = self.programs.parse(Source(text))
+                    self.programs.check_room(program)
+                    if layout_of(program) != layout_of(self.programs.parse(Source(before))):
+                        raise ProgramError("these passes change which states a stage has: give them from step 0 on, or leave them out")
+            except InterlaceError as e:
                 raise ProgramError(f"schedule, step {step}: {e}") from e
 
     def filled(self, passes: Sequence[str], limit: int | None = None) -> list[str]:

@@ -54,6 +54,11 @@ class Source:
     regions: Library | None = None  # compiled, where it was built with such
     waits: int | None = None  # where it runs bodies until they are: Regions.of
 
+    @property
+    def texts(self) -> list[str]:
+        """Of all stages; of a run without, its one program."""
+        return self.stages or [self.text]
+
 
 @dataclasses.dataclass
 class Built:
@@ -84,6 +89,7 @@ class Programs:
         self.loops = Loops(self.cache_folder())
         peers.on_close(self.loops.close)
         self._shared = 0
+        self._builds = 0
 
     def captured_of(self, captured: str, stage: int) -> str:
         """The text for a stage's own micro-batches."""
@@ -188,9 +194,6 @@ class Programs:
         from interlace import _runtime
 
         program = self.parse(source)
-        problem = self.over_limit(program, beside)
-        if problem is not None:
-            raise InterlaceError(f"{problem}, use more ranks, or a smaller micro-batch with more accumulation")
         options = {
             "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug, "arena": self.config.arena,
             # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
@@ -207,6 +210,11 @@ class Programs:
             if self.opaque is None or not self.opaque.calls:
                 raise ProgramError("the program runs modules in Python, and this run has captured none; compile again")
             options["opaque"] = self.opaque.run_opaque
+        problem: InterlaceError | None = None
+        try:
+            self.check_room(program, beside)
+        except InterlaceError as e:
+            problem = e
         library, source.waits = self.regions.of(program)
         source.regions = library
         if library is not None:
@@ -214,12 +222,11 @@ class Programs:
             options["say"] = partial(say_once, log.warning)
         axes = self.peers.groups.axes(program)
         try:
-            executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states)
+            if problem is None:
+                executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states)
         except _runtime.Error as e:
-            self._agreed(beside, True)
-            raise ProgramError(str(e)) from e
-        if self._agreed(beside, False):
-            raise ProgramError("the program of another stage has other states")
+            problem = ProgramError(str(e))
+        self._agree(problem)
         self.loops.begin(program.rule_loops(on_host=self.peers.device.type != "cpu"))
         note = executor.stats()["tier_note"]
         if note and donor is None:
@@ -229,9 +236,18 @@ class Programs:
             log.info("steps are given to the device op by op: %s", why)
         return Built(source, program, executor, States(program, executor, self.peers))
 
-    def _agreed(self, beside: Any, failed: bool) -> bool:
-        """Whether a program of another stage cannot take turns with the one that runs there: then none of this step's does."""
-        return beside is not None and self.config.stage_ranks > 1 and self.peers.groups.largest([int(failed)]) == [1]
+    def _agree(self, problem: InterlaceError | None) -> None:
+        """Error: `problem`, or that of another stage's program, whose ranks would not come to what follows."""
+        if self.config.stage_ranks > 1:
+            self._builds += 1
+            mine = [str(problem), isinstance(problem, ProgramError)] if problem is not None else None
+            with self.peers.guard():
+                everyone = self.peers.exchange(f"program built ({self._builds})", mine)
+            other = next(((r, *found) for r, found in enumerate(everyone) if found is not None), None)
+            if problem is None and other is not None:
+                problem = (ProgramError if other[2] else InterlaceError)(f"on rank {other[0]}: {other[1]}")
+        if problem is not None:
+            raise problem
 
     @cached_property
     def kernels(self) -> str:
@@ -265,6 +281,18 @@ class Programs:
                 f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]}, rank 0's is "
                 f"{digests[0][:12]}): what goes through the run's store is damaged on the way; start the run again",
                 wrong[0],
+            )
+
+    def check_room(self, program: Any, beside: Any = None) -> None:
+        """Error: it takes more than memory_limit, or moves what there is no tier for. `beside` as in over_limit."""
+        problem = self.over_limit(program, beside)
+        if problem is not None:
+            raise InterlaceError(f"{problem}, use more ranks, or a smaller micro-batch with more accumulation")
+        moved = next((s for s in program.states() if s["moves"] and s["persistent"]), None)
+        if moved is not None and not self.has_tier:
+            raise InterlaceError(
+                f"state {state_name(moved)} goes out of memory in this program, but there is no tier to hold it; give tier=\"host\" or, "
+                "but for steps that are made there (host_update), a folder on a local disk"
             )
 
     def over_limit(self, program: Any, beside: Any = None) -> str | None:

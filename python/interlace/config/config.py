@@ -355,12 +355,12 @@ class Config:
             rank //= size
         return ", ".join(found)
 
-    def deal(self, batch: Any, rank: int, ranks: int) -> Any:
+    def deal(self, batch: Any, rank: int, ranks: int, micro_batches: int | None = None) -> Any:
         """A rank's part of a step's whole batch, tensors of which dimension 0 are samples: of each micro-batch the rows of its place among
-        the data ranks of its stage. So each stage has the same rows in the same micro-batch, however many ranks it has. Error: rows that
-        cannot be dealt out.
+        the data ranks of its stage. So each stage has the same rows in the same micro-batch, however many ranks it has. `micro_batches`:
+        other than accumulation; of a batch that is evaluated, 1. Error: rows that cannot be dealt out.
         """
-        return dealt(batch, self.accumulation, *self.data_place(rank, ranks))
+        return dealt(batch, micro_batches or self.accumulation, *self.data_place(rank, ranks))
 
     @property
     def memory_limit_bytes(self) -> int | None:

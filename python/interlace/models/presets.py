@@ -63,9 +63,9 @@ PRESETS: dict[str, Preset] = {
         _lm("llama-10m", "llama", "Llama, 9 M parameters, for training on text", 320, 864, 6, 10, 5, 4096, 256),
         _gpt2("gpt2-tiny", "GPT-2, 0.5 M parameters, tied embeddings, dropout 0.1", 96, 3, 4, 512, 64),
         _gpt2("gpt2-10m", "GPT-2, 9 M parameters, tied embeddings, dropout 0.1", 320, 6, 5, 4096, 256),
-        _lm("qwen3-tiny", "qwen3", "Qwen3 (norms of queries and keys)", 64, 160, 2, 4, 2, 256, head_dim=16),
-        _lm("mistral-tiny", "mistral", "Mistral (sliding window)", 64, 160, 2, 4, 2, 256, sliding_window=32),
-        _lm("mixtral-tiny", "mixtral", "Mixtral, 4 experts, bf16 grouped matrix products", 64, 128, 2, 4, 2, 256,
+        _lm("qwen3-tiny", "qwen3", "Qwen3 (norms of queries and keys)", 64, 160, 2, 4, 2, 320, head_dim=16),
+        _lm("mistral-tiny", "mistral", "Mistral (sliding window)", 64, 160, 2, 4, 2, 320, sliding_window=32),
+        _lm("mixtral-tiny", "mixtral", "Mixtral, 4 experts, bf16 grouped matrix products", 64, 128, 2, 4, 2, 320,
             dtype="bfloat16", num_local_experts=4, num_experts_per_tok=2),
         Preset("vit-tiny", "image", "ViT classifier on 32 x 32 images", {
             "image_size": 32, "patch_size": 8, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

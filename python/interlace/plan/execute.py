@@ -110,7 +110,8 @@ class Execution:
         return "+".join(paths[stage.first] for stage in self.stages[1:])
 
     def passes(self, model: nn.Module) -> list[str]:
-        """The passes beside strategy and accumulation."""
+        """The passes beside strategy and accumulation. Error: the model has other blocks than the plan is of."""
+        block_paths(model, self.blocks)
         return self._recompute(model) + self._offload()
 
     def _offload(self) -> list[str]:
@@ -205,4 +206,4 @@ def block_paths(model: nn.Module, blocks: int) -> list[str]:
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks:
             return [f"{path}.{i}" for i in range(blocks)]
-    raise PlanError(f"the model has no list of {blocks} blocks, as the plan says it has")
+    raise PlanError(f"the model has no list of {blocks} blocks, as the plan says it has: is it of another model?")

@@ -15,6 +15,8 @@ Blocks are found by structure: the outermost list of modules whose elements are 
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,14 +29,16 @@ from interlace.capture.tensor_plan import cut_of, style_of, styles_of
 from interlace.errors import InterlaceError
 from interlace.models import config_of, hf_loss, on_meta
 
+_DROPOUT = re.compile(r"  (%\d+): (\S+), (%\d+): \S+ = aten\.native_dropout\((%\d+), ([\d.e-]+), true\) \{(.*) (rng=\d+)\}")
 _TRACED = {"b": 6, "s": 154}  # sizes of the batch that is traced; both stay open
 
 
 def model_text(
-    name: str, seq: int | None = None, flash: bool = True, dtype: str = "bfloat16", ignore: tuple[str, ...] = (),
+    name: str, seq: int | None = None, flash: bool = True, dtype: str = "bfloat16", ignore: tuple[str, ...] = (), cpu: bool = False,
     **options: Any,
 ) -> str:  # fmt: skip
-    """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out.
+    """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out; `cpu`: as torch
+    makes it there, whose kernel drops no attention weights.
 
     `options` go to the Hugging Face config. Errors: those of models.config_of, a model whose blocks are not alike (names
     the first two that differ, and how), and CaptureError for one that cannot be traced.
@@ -43,7 +47,7 @@ def model_text(
     for key, value in {**options, "use_cache": False}.items():
         setattr(config, key, value)
     config._attn_implementation = "sdpa" if flash else "eager"
-    if flash:  # such a kernel drops attention weights inside, without memory for a mask
+    if flash and not cpu:  # an accelerator's kernel drops attention weights inside, without memory for a mask
         for key in ("attn_pdrop", "attention_dropout"):
             if getattr(config, key, 0.0):
                 setattr(config, key, 0.0)
@@ -64,9 +68,25 @@ def model_text(
     lines = ["interlace-model 1", *(f"{key} {value}" for key, value in facts.items())]
     lines += _parallel(model, f"{path}.0")
     for role in ROLES:
-        lines.append(f"program {role} {programs[role].count(chr(10))}")
-        lines += programs[role].splitlines()
+        program = _dropout_in_steps(programs[role]) if cpu else programs[role].splitlines()
+        lines += [f"program {role} {len(program)}", *program]
     return "\n".join(lines) + "\n"
+
+
+def _dropout_in_steps(program: str) -> list[str]:
+    """The lines as CPUs run them, which have no kernel for dropout: its mask has the values' dtype. A trace of open sizes has the kernel."""
+    fresh, lines = itertools.count(1 + max(map(int, re.findall(r"%(\d+)", program)))), []
+    for line in program.splitlines():
+        if (made := _DROPOUT.match(line)) is None:
+            lines.append(re.sub(r"aten\.native_dropout_backward\((%\d+), (%\d+), [^)]*\)", r"aten.mul.Tensor(\1, \2)", line))
+            continue
+        out, of, mask, x, p, tags, rng = made.groups()
+        kept, empty, drawn = 1 - float(p), f"%{next(fresh)}", f"%{next(fresh)}"
+        lines += [
+            f"  {empty}: {of} = aten.empty_like({x}) {{{tags}}}", f"  {drawn}: {of} = aten.bernoulli.p({empty}, {kept}) {{{tags} {rng}}}",
+            f"  {mask}: {of} = aten.div.Scalar({drawn}, {kept}) {{{tags}}}", f"  {out}: {of} = aten.mul.Tensor({x}, {mask}) {{{tags}}}",
+        ]  # fmt: skip
+    return lines
 
 
 def _built(name: str, config: Any, dtype: str) -> nn.Module:

@@ -236,7 +236,7 @@ class _Build:
                 self.planner.settle_stages(captured)
             stage = stage_at(self.config.schedule, 0)
             source = self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
-            self.planner.rehearse(captured, self.config.schedule[stage + 1 :])
+            self.planner.rehearse(captured, self.config.schedule[stage + 1 :], source)
             return source
 
         return self.programs.share(what, make)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from interlace.checkpoint.contents import MODEL, OPTIMIZER, PROGRAM, Checkpoint, check_hyper, check_shapes, group_difference
+from interlace.checkpoint.contents import MODEL, OPTIMIZER, Checkpoint, check_hyper, check_shapes, group_difference, program_of
 from interlace.checkpoint.scheduler import SCHEDULER, scheduler_state
 from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError, DamageError
 from interlace.checkpoint.weights import HeldWeights, Weights, find_name
@@ -59,11 +59,13 @@ class Loading:
         record = checkpoint.record
         if self._run.config.mode == "eager" or not self._run.config.schedule or self._run.shapes is not None:
             return
+        programs = self._programs(checkpoint)
         with self._run.peers.guard():
-            same = self._run.peers.rank == 0 and record.get("run") == self._saving.digest() and self._trusted(checkpoint)
+            same = self._run.peers.rank == 0 and record.get("run") == self._saving.digest()
+            same = same and len(programs) == len(self._run.source.texts) and self._trusted(programs, checkpoint)
             same = json.loads(self._run.peers.broadcast(f"same run {self._saving.next()}", json.dumps(same).encode()))
         if same:
-            self._loop.go_on(record["loop"], checkpoint.read(PROGRAM).decode())
+            self._loop.go_on(record["loop"], programs)
 
     def _scheduler_state(self, checkpoint: Checkpoint, scheduler: Any) -> dict[str, Any] | None:
         if scheduler is not None:
@@ -74,11 +76,16 @@ class Loading:
             log.warning("%s has a scheduler's state, which is not read: pass trainer.load(..., scheduler=)", checkpoint.folder)
         return None
 
-    def _trusted(self, checkpoint: Checkpoint) -> bool:
-        """Whether the program of a checkpoint may run: it is the one that was made from the capture just now, this user's interlace wrote
+    def _programs(self, checkpoint: Checkpoint) -> list[str]:
+        """Of each stage, as far as it has them."""
+        names = [program_of(stage) for stage in range(len(self._run.source.texts))]
+        return [checkpoint.read(name).decode() for name in names if name in checkpoint.files]
+
+    def _trusted(self, programs: list[str], checkpoint: Checkpoint) -> bool:
+        """Whether the programs of a checkpoint may run: it is the one that was made from the capture just now, this user's interlace wrote
         it, or the run says so. What modules run in Python no file decides."""
-        text = checkpoint.read(PROGRAM).decode()
-        if text == self._run.program or made_here(text, checkpoint.record.get("made_here")):
+        text = "".join(programs)
+        if programs == self._run.source.texts or made_here(text, checkpoint.record.get("made_here")):
             return True
         trusted = self._run.config.trust_program and "call.python(" not in text
         if not trusted:

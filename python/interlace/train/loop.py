@@ -107,13 +107,13 @@ class Loop:
         """What a checkpoint keeps of it."""
         return {"count": self.count, "stage": self.run.stage, "has_profile": self._has_profile}
 
-    def go_on(self, state: dict[str, Any], program: str) -> None:
-        """Takes up where state() was taken, with the program that ran then. Every rank must call it."""
+    def go_on(self, state: dict[str, Any], programs: list[str]) -> None:
+        """Takes up where state() was taken, with the programs of the stages that ran then. Every rank must call it."""
         self.count, self.run.stage = int(state["count"]), stage_at(self.schedule, int(state["count"]))
         self._has_profile = self._has_profile or bool(state["has_profile"])
         self._replan_at = self._check_at = -1
-        if program != self.run.program:
-            self.swapping.swap(program)
+        if programs != self.run.source.texts:
+            self.swapping.swap(programs)
         self.run.made_for_stage()
 
     # ---- what is due ----
@@ -169,7 +169,7 @@ class Loop:
         with self.peers.guard():
             source = self.programs.share(f"plan for step {self.count}", make)
         self.run.made_for_stage()
-        changed = source.text != old.text
+        changed = source.texts != old.texts  # of a pipeline perhaps on another stage alone
         if changed:
             self.swapping.swap_to(source)
         before = self._predict(old.text) if changed else None

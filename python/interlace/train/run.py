@@ -180,11 +180,11 @@ class Run:
             problem = [str(e), isinstance(e, DamageError)]
         with self.peers.guard():
             problems = self.peers.exchange(what, problem)
-        for rank, found in enumerate(problems):
-            if found is not None:
-                text, damage = found
+        for rank in (self.rank, *range(self.world_size)):  # its own first
+            if problems[rank] is not None:
+                text, damage = problems[rank]
                 kind = DamageError if damage else error
-                raise kind(text if self.world_size == 1 or rank == self.rank else f"on rank {rank}: {text}")
+                raise kind(text if rank == self.rank else f"on rank {rank}: {text}")
         assert action is not None
         return action
 
@@ -256,7 +256,8 @@ class Run:
                             raise PeerError(
                                 f"ranks {first[1]} (stage {first[2]}) and {rank} (stage {stage}) have other rows in micro-batch {k}: "
                                 f"row {place * len(rows) + r} of all its rows differs; give every rank "
-                                "config.deal(batch, rank, ranks) of the step's whole batch", rank
+                                + ("config.deal(batch, rank, ranks) of the step's whole batch" if "evaluation" not in what else
+                                   "config.deal(batch, rank, ranks, micro_batches=1) of the whole batch that is evaluated"), rank
                             )  # fmt: skip
 
     # ---- the schedule ----

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from interlace.capture.groups import is_rule
-from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER
+from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, TRAINER, program_of
 from interlace.checkpoint.folder import Staging, check_place, place_of
 from interlace.checkpoint.optimizer import plain_hyper
 from interlace.checkpoint.saver import Locks, Piece, Save
@@ -126,7 +126,8 @@ class Saving:
                 check_place(final)
                 self._locks.take(final)
                 staging = Staging(final, files, {**self._hf_files(), **extra})
-                staging.add(PROGRAM, self._run.program)
+                for stage, text in enumerate(self._run.source.texts):
+                    staging.add(program_of(stage), text)
                 staging.add(TRAINER, json.dumps(self._record(), indent=1) + "\n")
                 word = {"folder": str(staging.folder)}
             except CheckpointError as e:
@@ -295,7 +296,7 @@ class Saving:
             "format": FORMAT, "step": self._run.steps, "kind": kinds,
             "groups": groups, "seed": self._run.config.seed, "rng": self._run.config.rng, "world_size": self._run.world_size,
             "left_out": self._run.left_out, "loss_scale": self._run.loss_scale.state(), "loop": self._loop.state(), "run": self.digest(),
-            "made_here": mark(self._run.program), "regions": self._run.regions, "kernels": self._run.programs.kernels,
+            "made_here": mark("".join(self._run.source.texts)), "regions": self._run.regions, "kernels": self._run.programs.kernels,
         }  # fmt: skip
 
     def digest(self) -> str:

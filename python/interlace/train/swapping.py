@@ -19,12 +19,12 @@ class Swapping:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def swap(self, text: str) -> None:
-        """To rank 0's text."""
+    def swap(self, texts: list[str]) -> None:
+        """To rank 0's texts, of each stage one."""
         run = self._run
         with run.peers.guard():
             what = f"program of a swap at step {run.steps}"
-            source = run.programs.share(what, lambda: Source(text, [], {}, captured=run.source.captured))
+            source = run.programs.share(what, lambda: Source(texts[0], [], {}, captured=run.source.captured, stages=texts[1:] and texts))
         self.swap_to(source)
 
     def take_regions(self) -> bool:

@@ -136,7 +136,7 @@ class Trainer:
         program, it has other units or states, it needs more than memory_limit.
         """
         self._compiled("a swap changes the compiled program", "has none")
-        self._swapping.swap(text)
+        self._swapping.swap([text])
 
     def _compiled(self, what: str, eager: str) -> None:
         self._run.check_open()

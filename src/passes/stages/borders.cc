@@ -4,11 +4,14 @@
 //   before: %5 = mm(%x, %w)        after: %5 = mm(%x, %w) {stage=0}
 //           %6 = mm(%5, %v)               %9 = copy(%5) {stage=0 message="fwd model.0 aten.mm 0"}
 //                                         %6 = mm(%9, %v) {stage=1}
-// So the programs of all stages send and receive the same, though `tensor` makes other ops of each. Options: axis,
+// So the programs of all stages send and receive the same, though `tensor` makes other ops of each. A weight that stages
+// share (tied) stays whole, and their parts of its gradient are such copies. Options: axis,
 // at=auto|model|NAMES, chunks, data (as of `pipeline`), cluster, profile (for at=auto). Writes the borders to the meta
 // line "stages.at", and how what crosses depends on rows to "stages.rows". Runs after mesh, before tensor; pass
 // `pipeline` gets the same borders. Error: as of `pipeline`.
+#include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "passes/cost_options.h"
@@ -17,6 +20,7 @@
 #include "passes/stages/balance.h"
 #include "passes/stages/messages.h"
 #include "passes/stages/recut.h"
+#include "passes/tensor/plan.h"
 
 namespace interlace {
 namespace {
@@ -27,7 +31,17 @@ class Marker {
   Marker(Program& program, const stages::Flow& flow, const stages::Layout& layout, const Phase& phase)
       : program_(program), flow_(flow), layout_(layout), phase_(phase) {}
 
-  std::vector<OpId> Run() {
+  // `apart`: parameters that several stages use.
+  std::vector<OpId> Run(const std::set<ValueId>& apart) {
+    for (const auto& [index, parts] : layout_.gradients) {
+      if (!apart.contains(program_.RootOf(flow_.op(index).args[0].value))) continue;
+      for (const stages::GradPart& part : parts) {
+        for (const ValueId id : part.values) {
+          if (program_.value(id).kind == ValueKind::kResult)
+            parts_[program_.value(id).def].emplace_back(id, part.place.stage);
+        }
+      }
+    }
     names_ = stages::NamesOf(program_, phase_, stages::CrossingRoots(program_, layout_));
     for (int32_t i = 0; i < flow_.size(); ++i) {
       const OpId id = flow_.op(i).id;
@@ -35,8 +49,13 @@ class Marker {
       if (stage >= 0) {
         Note(program_.op(id), stage);
         ForEachOperand(program_.op(id), [&](ValueId& v) { v = SeenBy(layout_.RankOf(stage), v); });
+      } else if (flow_.SumsFor(i) != kNone) {
+        ForEachOperand(program_.op(id), [&](ValueId& v) {
+          if (const auto whole = whole_.find(v); whole != whole_.end()) v = whole->second;
+        });
       }
       ops_.push_back(id);
+      CopyParts(id);
       for (const stages::Message& message : layout_.messages) {
         if (names_.contains(message.root) && flow_.LastWrite(message.root) == i) Copy(message);
       }
@@ -70,6 +89,20 @@ class Marker {
     copies_[{layout_.RankOf(message.to.stage), root}] = program_.AddResult(copy, program_.value(from).type);
   }
 
+  // A stage's part of a gradient: whole on each of its ranks before others add theirs.
+  void CopyParts(OpId maker) {
+    const auto parts = parts_.find(maker);
+    if (parts == parts_.end()) return;
+    for (const auto& [part, stage] : parts->second) {
+      Op& copy = New(OpKind::kCopy, program_.op(maker));
+      copy.args = {Arg::Of(part)};
+      copy.SetAttr(stages::kMark, Arg::String("gradient"));
+      Note(copy, stage);
+      const Type& type = program_.value(part).type;
+      whole_[part] = program_.AddResult(copy, Type{type.dtype, type.sizes, program_.ContiguousStrides(type.sizes)});
+    }
+  }
+
   // What ops of a rank read in place of a value.
   ValueId SeenBy(int32_t rank, ValueId id) {
     const ValueId root = program_.RootOf(id);
@@ -91,6 +124,8 @@ class Marker {
   const Phase& phase_;
   std::map<ValueId, std::string> names_;                           // of what crosses
   std::map<std::pair<int32_t, ValueId>, ValueId> copies_, views_;  // by rank that reads, and storage or value
+  std::map<OpId, std::vector<std::pair<ValueId, int32_t>>> parts_;  // of gradients, with their stage, by op
+  std::map<ValueId, ValueId> whole_;                                // their copies
   std::vector<OpId> ops_;
 };
 
@@ -124,7 +159,15 @@ Result<bool> Borders(Program& program, const PassOptions& options) {
   std::string text;
   for (const stages::Border& border : borders) text += (text.empty() ? "" : "+") + border.param;
   program.SetMeta("stages.at", text);
-  std::vector<OpId> ops = Marker(program, flow, layout, before).Run();
+  std::set<ValueId> apart;  // the programs of all stages have these whole
+  for (const auto& [param, of] : layout.shared) apart.insert(param);
+  for (const stages::Message& message : layout.messages) apart.insert(message.root);
+  std::string whole;
+  for (const Param& param : program.params) {
+    if (apart.contains(param.value)) whole += (whole.empty() ? "" : "\n") + param.name;
+  }
+  if (!whole.empty()) program.SetMeta(std::string(tensor::kStagesWhole), whole);
+  std::vector<OpId> ops = Marker(program, flow, layout, before).Run(apart);
   program.MicroBatchPhase()->ops = std::move(ops);
   return true;
 }

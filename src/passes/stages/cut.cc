@@ -32,6 +32,7 @@
 #include "passes/stages/played.h"
 #include "passes/stages/stage_times.h"
 #include "passes/stages/stage_writer.h"
+#include "passes/tensor/plan.h"
 
 namespace interlace {
 namespace {
@@ -104,7 +105,11 @@ Status CheckTensor(const Program& program, const stages::Layout& layout, const s
     if (mark != nullptr && program.op(value.def).kind == OpKind::kCopy) continue;
     const auto name = names.find(message.root);
     std::string what = name == names.end() ? "%" + std::to_string(message.root) : name->second;
-    for (const Param& param : program.params) what = param.value == message.root ? param.name : what;
+    bool whole = false;
+    for (const Param& param : program.params) {
+      if (param.value == message.root) what = param.name, whole = tensor::StaysWhole(program, param);
+    }
+    if (whole) continue;
     return MakeError("'", what, "' goes from stage ", from, " to stage ", to, ", which cut products over ",
                      recut.tensor(from), " and ", recut.tensor(to),
                      " ranks, and is not whole; give both the same tp, or choose other borders");
@@ -114,6 +119,7 @@ Status CheckTensor(const Program& program, const stages::Layout& layout, const s
       if (recut.tensor(rank) == recut.tensor(ranks[0])) continue;
       const auto named = std::find_if(program.params.begin(), program.params.end(),
                                       [&, of = param](const Param& p) { return p.value == of; });
+      if (tensor::StaysWhole(program, *named)) continue;
       return MakeError("'", named->name, "' is used by stages ", ranks[0], " and ", rank, ", which cut products over ",
                        recut.tensor(ranks[0]), " and ", recut.tensor(rank),
                        " ranks and cannot add up their parts of its gradient; give both the same tp");

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <numeric>
+#include <set>
 
 #include "base/scan.h"
 #include "passes/tensor/cutter.h"
@@ -44,17 +45,30 @@ Result<Crossings> FindCrossings(const Program& program, const Phase& phase, cons
   how.axis = std::string(kRowsAxis);
   how.sequence = false;
   how.sums_behind = true;
-  how.flops_per_byte = 1e-6;  // what is cut stays cut
+  how.flops_per_byte = 1e-6;  // what is cut stays cut,
+  how.sums_cost = false;      // and what is a sum stays one: nothing travels
   tensor::Cutter cutter(clone, *copy, how);
+  std::set<ValueId> of_rows;  // what knows the rows
   for (const Input& input : clone.inputs) {
     const std::vector<Dim>& sizes = clone.value(input.value).type.sizes;
-    if (!sizes.empty() && sizes[0] == Dim(rows)) cutter.CutInput(input.value);
+    if (sizes.empty() || sizes[0] != Dim(rows)) continue;
+    cutter.CutInput(input.value);
+    of_rows.insert(input.value);
   }
   INTERLACE_TRY(cutter.Run());
+  for (const OpId id : copy->ops) {
+    const Op& op = std::as_const(clone).op(id);
+    if (!AnyOperand(op, [&](ValueId v) { return of_rows.contains(clone.RootOf(v)); })) continue;
+    for (const ValueId result : op.results) of_rows.insert(result == kNone ? kNone : clone.RootOf(result));
+  }
   Crossings out;
   for (const ValueId root : roots) {
     const tensor::Placement& placement = cutter.PlacementOf(root);
     Crossing& crossing = out[root];
+    if (placement.is_whole() && of_rows.contains(root))
+      return MakeError("%", root, ", made by ", program.op(program.value(root).def).name,
+                       ", goes from stage to stage and mixes the rows of a micro-batch, which stages of unlike ranks "
+                       "have different ones of; give all stages the same dp, or choose other borders");
     if (placement.is_sum()) crossing.kind = Crossing::Kind::kSum;
     if (!placement.is_cut()) continue;
     crossing.kind = Crossing::Kind::kRows;

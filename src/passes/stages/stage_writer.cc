@@ -56,6 +56,10 @@ class StageWriter {
   bool IsCopied(const Message& message) const {
     return lives_.IsDeclared(message.root) || exchange_.InBlocks(message.root, message.to.stage);
   }
+  // Whole it is one copy for all pieces.
+  bool HasCopy(const Message& message, int64_t number) const {
+    return IsCopied(message) && (number == 0 || exchange_.InBlocks(message.root, message.to.stage));
+  }
   Type CopiedFor(const Message& message) {
     if (exchange_.InBlocks(message.root, message.to.stage))
       return exchange_.PieceOf(message.root, exchange_.Pieces(message.to.stage));
@@ -84,7 +88,7 @@ class StageWriter {
         continue;
       for (int64_t number = 0; number < exchange_.Count(message.to.stage); ++number) {
         const ValueId token = AddLoad(TokenName(message, number), Token());
-        if (IsCopied(message)) AddLoad(TokenName(message, number) + ".copy", CopiedFor(message));
+        if (HasCopy(message, number)) AddLoad(TokenName(message, number) + ".copy", CopiedFor(message));
         Finish(OpKind::kSendWait, token);
       }
     }
@@ -258,7 +262,7 @@ class StageWriter {
         Op& op = Add(OpKind::kSendStart);
         op.args = {Arg::Of(part)};
         Address(op, message.root, message.to.stage, number, message);
-        sent_.push_back({&message, number, program_.AddResult(op, Token()), copied});
+        sent_.push_back({&message, number, program_.AddResult(op, Token()), HasCopy(message, number) ? copied : kNone});
       }
     }
     return Ok{};

@@ -20,6 +20,10 @@ Result<Applied> ApplyPlan(Program& program, const std::vector<PlanEntry>& plan, 
   for (Param& param : program.params) {
     INTERLACE_ASSIGN(const PlanEntry* entry, EntryOf(plan, param));
     if (entry == nullptr) continue;
+    if (StaysWhole(program, param)) {
+      applied.kept_whole.push_back("'" + param.name + "' is on several stages, which cut products over other numbers of ranks");
+      continue;
+    }
     const Status cut = cutter.CutParam(param, entry->dim, entry->blocks);
     if (cut.ok()) continue;
     if (strict || entry->dim >= static_cast<int64_t>(program.value(param.value).type.sizes.size())) {

@@ -273,7 +273,7 @@ double Cutter::CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>
     } else if (way.factor == kWholeDim) {  // every rank computes all of it
       cost += kAgain * static_cast<double>(BytesOf(geometry_[result])) +
               (ranks_ - 1) * FlopsOf(op) / ranks_ / options_.flops_per_byte;
-    } else {  // a sum that is made later
+    } else if (options_.sums_cost) {  // a sum that is made later
       cost += static_cast<double>(BytesOf(geometry_[result])) * (ranks_ - 1) / ranks_;
     }
   }

@@ -89,6 +89,13 @@ bool Matches(std::string_view pattern, std::string_view name) {
   }
 }
 
+bool StaysWhole(const Program& program, const Param& param) {
+  const std::string* names = program.Meta(kStagesWhole);
+  if (names == nullptr) return false;
+  const std::vector<std::string_view> all = Split(*names, '\n');
+  return std::find(all.begin(), all.end(), param.name) != all.end();
+}
+
 Result<const PlanEntry*> EntryOf(const std::vector<PlanEntry>& plan, const Param& param) {
   const PlanEntry* found = nullptr;
   auto look = [&](const std::string& name) -> Status {

@@ -156,6 +156,7 @@ class Reader {
     const Param& param = *weights_[static_cast<size_t>(&role - roles_.data())];
     const Geometry& geometry = geometry_[param.value];
     role.choices.push_back({});
+    if (StaysWhole(program_, param)) return;
     const auto longest = std::max_element(geometry.sizes.begin(), geometry.sizes.end());
     if (*longest % ranks_ != 0)
       role.undivided = DoesNotDivide(role.pattern, longest - geometry.sizes.begin(), *longest, 1, ranks_);

@@ -43,7 +43,7 @@ class Copies {
         continue;
       }
       if (IsWait(op) && joined_.count(op.args[0].value) != 0) continue;
-      if (Varies(op)) {
+      if (Varies(op) && TraitsOf(op).family != OpFamily::kMark) {  // a gradient, an output: the parts' are alike
         Each(id);
       } else {
         phase_.ops.push_back(id);
@@ -199,7 +199,8 @@ Result<bool> Split(Program& program, const PassOptions& options) {
   if (rows < 1)
     return MakeError("the program does not say how many samples a micro-batch has (meta line \"micro_batch\")");
   if (rows % parts != 0)
-    return MakeError("a micro-batch of ", rows, " samples cannot be split into ", parts, " equal parts");
+    return MakeError("a micro-batch of ", rows, " samples cannot be split into ", parts,
+                     " equal parts; give it a multiple of them, or leave split out");
   program.mesh.push_back({std::string(kCopies), parts});
   tensor::CutterOptions way;
   way.axis = std::string(kCopies);
