@@ -213,7 +213,7 @@ def test_programs_of_stages_with_unlike_ranks(layers: str) -> None:
 
 
 def test_dropout_takes_the_memory_that_it_takes_on_cpus() -> None:
-    """A mask of the values' dtype, attention's too."""
+    """A mask of the values' dtype, but for attention's, which has none."""
     layers = plan_layers.model_text("gpt2-tiny", seq=64, flash=True, dtype="float32", cpu=True)
     text = (
         'interlace-plan 1\nmodel "gpt2-tiny"\ncluster "local-1"\ndevices 1 per_node 1\nblocks 3\nglobal_batch 4\nsequence 64\n'

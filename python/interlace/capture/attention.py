@@ -24,8 +24,13 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
-def attention_with_dropout() -> Iterator[None]:
-    """What calls torch.nn.functional's function within."""
+def attention_with_dropout(wanted: bool) -> Iterator[None]:
+    """Of what calls torch.nn.functional's function within, where it is wanted and the runtime has the kernel."""
+    from interlace import _runtime
+
+    if not wanted or not _runtime.attention_drops():
+        yield
+        return
     theirs = F.scaled_dot_product_attention
 
     def attention(

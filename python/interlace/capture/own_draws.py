@@ -83,6 +83,6 @@ class OwnDraws:
         self._streams[value + 1] = stream
         return stream
 
-    def again(self, func: OpOverload, args: tuple) -> int | None:
-        """The stream that the gradient of attention with dropout draws from: that of the operator that gave its second result, the sums."""
-        return self._streams[self._recorder.value_of(args[5])] if func is BACKWARD and args[6] != 0 else None
+    def again(self, func: OpOverload, args: tuple) -> str:
+        """What names the stream that the gradient of attention with dropout draws from: that of the operator that gave the sums."""
+        return f" rng={self._streams[self._recorder.value_of(args[5])]}" if func is BACKWARD and args[6] != 0 else ""

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture import caches
+from interlace.capture.attention import attention_with_dropout
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
 from interlace.capture.effects import as_after, begins, drawing_line, generators, grows, kept_generators, kept_of, refusal
 from interlace.capture.groups import optimizer_groups
@@ -69,7 +70,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
     fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS, numbers: Collection[str] = (),
     watch: Watch | None = None, values: Mapping[int, Tensor] | None = None, undecided: Collection[str] = (),
-    trained: Collection[str] = (), grows: bool = False,
+    trained: Collection[str] = (), grows: bool = False, one_attention: bool = False,
 ) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -84,6 +85,7 @@ def capture(
     where Python may not read the example batch. `trained`: parameters, by name, that are trained with a gradient of zeros where the loss does
     not depend on them; the text says so in a line `meta unused`, and whoever runs it leaves them as they were.
 
+    With `one_attention`, attention with dropout is one operator (attention.py).
     With `grows`, buffers and tensor attributes that the model makes in another size when it first runs get that size in the model (`grown`).
 
     Where Python branches on the batch the program is that of the example, and holds for batches that take the same ways (`ways`, see
@@ -100,7 +102,7 @@ def capture(
     groups = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
-    with without_collection():
+    with without_collection(), attention_with_dropout(one_attention):
         loss_fn = loss_fn or default_loss
         watch = watch or Watch(model, loss_fn)
         trace, grown, rewrites = None, list[str](), False

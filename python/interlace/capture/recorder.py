@@ -311,9 +311,7 @@ class Recorder(TorchDispatchMode):
         if info.random and draws(info, args, kwargs):
             attrs = f" rng={self.own_draws.begin(self.next_value, self._next_stream)}"
             self._next_stream += 1
-        elif (stream := self.own_draws.again(func, args)) is not None:
-            attrs = f" rng={stream}"
-        else:
+        elif not (attrs := self.own_draws.again(func, args)):
             self.constants.note(func, args, kwargs, tensors)
         ids = self._line(info.name, text, decls, attrs)
         if kind not in self.calls:

@@ -88,7 +88,7 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
     from interlace.plan.execute import execution_of
 
     how = execution_of(plan)
-    _, model = _captured(how.model, how.micro_batch, how.seq)
+    _, model = _captured(how.model, how.micro_batch, how.seq, False)
     config = Config(
         strategy=how.strategy, mesh=how.mesh, stages=how.borders(model), stage_order=how.stage_order, accumulation=how.accumulation,
         accumulate_mode=how.accumulate_mode, clip_norm=1.0,
@@ -102,7 +102,7 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
     whole: dict[int, Any] = {}  # by rows of a micro-batch; the most first: stages with unlike ranks have some meta lines from that one
     for stage, rows in sorted(((s, each["micro_batch"]) for s, each in enumerate(plan["stages"])), key=lambda entry: -entry[1]):
         if rows not in whole:
-            whole[rows] = _core.Program.parse(_captured(how.model, rows, how.seq)[0], "captured")
+            whole[rows] = _core.Program.parse(_captured(how.model, rows, how.seq, config.one_attention)[0], "captured")
             whole[rows].set_meta("micro_batches", str(how.accumulation))
             whole[rows].run_passes(",".join(passes[:cut]))
         programs[stage] = program = whole[rows].clone()
@@ -115,7 +115,7 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _captured(name: str, micro_batch: int, seq: int) -> tuple[str, Any]:
+def _captured(name: str, micro_batch: int, seq: int, one_attention: bool) -> tuple[str, Any]:
     """The step of a micro-batch, and the model. It has no values."""
     import torch
 
@@ -124,4 +124,5 @@ def _captured(name: str, micro_batch: int, seq: int) -> tuple[str, Any]:
 
     built = models.build(name, micro_batch=micro_batch, seq=seq, dtype="float32")
     optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-4)
-    return capture(built.model, built.loss_fn, built.example_batch, optimizer=optimizer).text, built.model
+    captured = capture(built.model, built.loss_fn, built.example_batch, optimizer=optimizer, one_attention=one_attention)
+    return captured.text, built.model

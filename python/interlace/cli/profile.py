@@ -199,7 +199,7 @@ def program_of_model(model: str, config: Config, ranks: int, micro_batch: int, s
 
     built = models.build(model, micro_batch=micro_batch, seq=seq)
     optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-4)
-    captured = capture(built.model, built.loss_fn, built.example_batch, optimizer=optimizer)
+    captured = capture(built.model, built.loss_fn, built.example_batch, optimizer=optimizer, one_attention=config.one_attention)
     program = _core.Program.parse(captured.text, "captured")
     program.set_meta("micro_batches", str(config.accumulation))
     program.run_passes(config.pipeline(ranks))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
 import re
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from interlace.capture import Captured, Casts, InputSpec, OpaqueCall, capture
-from interlace.capture.attention import attention_with_dropout
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
@@ -50,23 +47,13 @@ class Captures:
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.optimizer, self.programs = model, loss_fn, optimizer, programs
         self.config = programs.config
+        self.one_attention = self.config.one_attention and programs.peers.device.type == "cpu"
         self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
         self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
         self.trained: set[str] = set()  # parameters that had a gradient in some program; in others they have zeros (`meta unused`)
         self.grows = True  # until there is a program: buffers may get other sizes, which rank 0's constants tell the others
         self.prefix = ""  # of names of the loss function's tensors
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
-
-    @cached_property
-    def fused(self) -> bool:
-        """Whether attention with dropout is one operator, of the runtime's own for CPUs. Ranks of tp would drop alike in unlike heads."""
-        from interlace import _runtime
-
-        meshes = [dict(self.config.axes or ()), *self.config.stage_meshes]
-        return (
-            self.config.kernels == "auto" and self.config.rng == "keyed" and self.programs.peers.device.type == "cpu"
-            and all(mesh.get("tp", 1) == 1 for mesh in meshes) and _runtime.attention_drops()
-        )  # fmt: skip
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
         """The captured text for a micro-batch, and the tensors that only the trace has seen. Once the run's cuts are settled, the text has
@@ -129,12 +116,11 @@ class Captures:
     def _captured(self, micro_batch: Any, watch: Watch) -> tuple[Captured, str, dict[str, Tensor]]:
         """A capture, its text and the tensors of the trace by what they hold."""
         casts = Casts.named(self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale))
-        with attention_with_dropout() if self.fused else contextlib.nullcontext():
-            captured = capture(
-                self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
-                rng_mode=self.config.rng, casts=casts, watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
-                trained=self.trained, grows=self.grows,
-            )  # fmt: skip
+        captured = capture(
+            self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph, rng_mode=self.config.rng,
+            casts=casts, watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
+            trained=self.trained, grows=self.grows, one_attention=self.one_attention,
+        )  # fmt: skip
         self._refuse_turns(captured)
         own = {t.name for t in collect(self.model)}.difference(captured.grown)
         return captured, *_by_content(captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own})
@@ -198,7 +184,7 @@ class Captures:
         mark.word(sorted(self.numbers))
         mark.word(sorted(self.undecided))
         mark.word(sorted(self.trained))
-        mark.word(self.fused)
+        mark.word(self.one_attention)
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
 

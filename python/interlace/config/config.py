@@ -328,6 +328,12 @@ class Config:
         """Of stages that differ in their ranks, the axes of each, without pp; else none."""
         return stage_meshes(self.axes)
 
+    @property
+    def one_attention(self) -> bool:
+        """Whether attention with dropout is one operator on CPUs. Ranks of tp would drop alike in unlike heads."""
+        axes = [dict(self.axes or ()), *self.stage_meshes]
+        return self.kernels == "auto" and self.rng == "keyed" and all(each.get("tp", 1) == 1 for each in axes)
+
     def stage_of(self, rank: int, ranks: int) -> int:
         """The stage that a rank of so many runs; 0 without axis pp."""
         if self.stage_meshes and self.axes is not None:

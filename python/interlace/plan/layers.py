@@ -37,8 +37,8 @@ def model_text(
     name: str, seq: int | None = None, flash: bool = True, dtype: str = "bfloat16", ignore: tuple[str, ...] = (), cpu: bool = False,
     **options: Any,
 ) -> str:  # fmt: skip
-    """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out; `cpu`: as torch
-    makes it there, whose kernel drops no attention weights.
+    """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out; `cpu`: other
+    dropout as it is made there.
 
     `options` go to the Hugging Face config. Errors: those of models.config_of, a model whose blocks are not alike (names
     the first two that differ, and how), and CaptureError for one that cannot be traced.
@@ -47,7 +47,7 @@ def model_text(
     for key, value in {**options, "use_cache": False}.items():
         setattr(config, key, value)
     config._attn_implementation = "sdpa" if flash else "eager"
-    if flash and not cpu:  # an accelerator's kernel drops attention weights inside, without memory for a mask
+    if flash:  # such a kernel drops attention weights inside, without memory for a mask
         for key in ("attn_pdrop", "attention_dropout"):
             if getattr(config, key, 0.0):
                 setattr(config, key, 0.0)
