@@ -272,8 +272,8 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
   for (const auto& [phase, count] : order) runs += phase == order[0].first ? count : 0;
   if (runs > 1 && program.stage)
     return MakeError("stage ", program.stage->index, " of a pipeline runs its first phase ", runs,
-                     " times in a step; leave it out: without clipping overlap_update makes the optimizer steps beside the "
-                     "last backward part");
+                     " times in a step; leave it out: without clipping overlap_update makes the optimizer steps beside "
+                     "the last backward part");
   if (runs > 1) return MakeError("the first micro-batch is no phase of its own; run accumulate");
   for (const auto& [phase, count] : order) {
     if (phase == update) continue;

@@ -130,8 +130,8 @@ TEST(RepositionUpdate, WhatItCannotBeCombinedWithSaysWhy) {
   EXPECT_EQ(RunText(GoldenInput("mlp.il"),
                     "canonicalize,mesh(axes=pp:2+dp:2),pipeline(stage=0,at=auto,cluster=h100-80gb-4),shard(axis=dp),"
                     "accumulate(steps=4,mode=reduce_last),update,order(schedule=1f1b),reposition_update"),
-            "error: pass 'reposition_update': stage 0 of a pipeline runs its first phase 4 times in a step; leave it out: "
-            "without clipping overlap_update makes the optimizer steps beside the last backward part");
+            "error: pass 'reposition_update': stage 0 of a pipeline runs its first phase 4 times in a step; leave it "
+            "out: without clipping overlap_update makes the optimizer steps beside the last backward part");
   EXPECT_EQ(TwoLayersAfter("reposition_update"),
             "error: pass 'reposition_update': the program has no optimizer step; run shard, replicate or zero1, and "
             "update, before "

@@ -207,7 +207,8 @@ class Builder : UpdateOps {
       for (int64_t number = 0; number < pieces * width; ++number) {
         ValueId value = target.grad;
         Dim at = Dim(size * (number / width));
-        if (sent > 1) at = program_.dims.Add(at, program_.dims.Mul(recut->PartOf(program_.dims, mine), Dim(size / sent)));
+        if (sent > 1)
+          at = program_.dims.Add(at, program_.dims.Mul(recut->PartOf(program_.dims, mine), Dim(size / sent)));
         if (pieces * sent > 1) value = View(target.grad, FlatType(type.dtype, size / sent), at);
         Op& send = Add(OpKind::kSendStart);
         send.args = {Arg::Of(value)};

@@ -301,6 +301,22 @@ def test_passes_of_a_late_step_are_tried_at_the_start(passes: list[str], message
     assert message in str(error.value)
 
 
+def regions_ready_before_a_comparison() -> int:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    search = "search(evaluations=20,profile={profile},cluster={cluster})"
+    settings = Config(schedule=[(0, []), (3, [search])], cache=ranks.CACHE, timeout_s=20)
+    with interlace.compile(model, parity.make_optimizer("sgd", model), zoo.causal_loss, zoo.tokens(2, rank), settings) as trainer:
+        trainer._loop.swapping.take_regions = lambda: trainer.steps == 5  # type: ignore[method-assign]
+        for step in range(12):
+            trainer.step(zoo.tokens(2, 2 * step + rank))
+        return sum("measured_us" in plan for plan in trainer.plans)
+
+
+def test_regions_put_a_comparison_off_on_all_ranks() -> None:
+    assert min(ranks.run(regions_ready_before_a_comparison, 2)) >= 1
+
+
 def with_accumulation(mode: str) -> list[dict[str, Any]]:
     found = []
     for schedule in ([], [(0, []), (6, ["search(profile={profile},cluster={cluster})"])]):

@@ -60,7 +60,7 @@ class Loop:
     def before_step(self, traced: bool = False) -> None:
         """Between two steps: what is due at this one. Every rank comes here at every step."""
         self.programs.loops.poll()
-        if self.swapping.take_regions() and self._has_profile and self._predicted is not None:
+        if self.swapping.take_regions() and self._has_profile and self.plans:  # what all ranks know
             self._seconds, self._planned, self._check_at = [], self.run.program, self.count + 1 + TIMED_STEPS
         if self.schedule:
             if self.count == 0:

@@ -4,8 +4,8 @@
 //   before: %5 = mm(%x, %w)        after: %5 = mm(%x, %w) {stage=0}
 //           %6 = mm(%5, %v)               %9 = copy(%5) {stage=0 message="fwd model.0 aten.mm 0"}
 //                                         %6 = mm(%9, %v) {stage=1}
-// So the programs of all stages send and receive the same, though `tensor` makes other ops of each. A weight that stages
-// share (tied) stays whole, and their parts of its gradient are such copies. Options: axis,
+// So the programs of all stages send and receive the same, though `tensor` makes other ops of each. A weight that
+// several stages use (tied) stays whole, and their parts of its gradient are such copies. Options: axis,
 // at=auto|model|NAMES, chunks, data (as of `pipeline`), cluster, profile (for at=auto). Writes the borders to the meta
 // line "stages.at", and how what crosses depends on rows to "stages.rows". Runs after mesh, before tensor; pass
 // `pipeline` gets the same borders. Error: as of `pipeline`.

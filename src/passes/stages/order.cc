@@ -51,7 +51,8 @@ Result<bool> Order(Program& program, const PassOptions& options) {
                    options.Choice("schedule", {"1f1b", "gpipe", "interleaved", "zero_bubble", "v", "auto"}));
   if (!program.stage) return MakeError("order arranges the phases of a pipeline's stage; run pipeline before");
   if (program.width > 1)
-    return MakeError("micro-batches of a pipeline run one by one, not ", program.width, " side by side; leave breadth_first out");
+    return MakeError("micro-batches of a pipeline run one by one, not ", program.width,
+                     " side by side; leave breadth_first out");
   // The phases that each micro-batch goes by, and what runs once before and behind them.
   std::vector<std::vector<const Phase*>> path(static_cast<size_t>(program.accumulation)), waits = path;
   std::vector<OrderEntry> head, tail;

@@ -21,7 +21,8 @@ Result<Applied> ApplyPlan(Program& program, const std::vector<PlanEntry>& plan, 
     INTERLACE_ASSIGN(const PlanEntry* entry, EntryOf(plan, param));
     if (entry == nullptr) continue;
     if (StaysWhole(program, param)) {
-      applied.kept_whole.push_back("'" + param.name + "' is on several stages, which cut products over other numbers of ranks");
+      applied.kept_whole.push_back("'" + param.name +
+                                   "' is on several stages, which cut products over other numbers of ranks");
       continue;
     }
     const Status cut = cutter.CutParam(param, entry->dim, entry->blocks);

@@ -33,7 +33,7 @@ std::string DoesNotDivide(std::string_view name, int64_t dim, int64_t size, int6
 Result<const PlanEntry*> EntryOf(const std::vector<PlanEntry>& plan, const Param& param);
 
 
-// Meta line: parameters of several stages, where these cut products over other numbers of ranks, a line each (`borders`).
+// Meta line: parameters of several stages, where these cut products over other numbers of ranks (pass `borders`).
 inline constexpr std::string_view kStagesWhole = "stages.whole";
 bool StaysWhole(const Program& program, const Param& param);
 
