@@ -15,7 +15,7 @@
 
 namespace interlace::attention_tiles {
 
-inline constexpr int64_t kChunk = 256;  // columns: scores of a block are 64 KiB in float32
+inline constexpr int64_t kChunk = 128;  // columns: scores of a block are 32 KiB in float32
 
 inline int64_t RoundUpTo(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -127,11 +127,12 @@ struct Factors {
   using A = MathOf<E>;
   static constexpr bool kSame = std::is_same_v<T, A>;
   int64_t wide;
-  A *straight, *turned;  // room for a block of rows, as wide as one is long
+  A *straight, *turned;  // room for a block of rows, of a mask as wide as one is long
 
   Factors(Room& room, const Call<E>& call) : wide(call.wide) {
     const int64_t rows = std::min(kRows, RoundUp(std::max(call.rows, call.columns)));
-    straight = room.Take<A>(rows * std::max(rows, wide)), turned = room.Take<A>(rows * std::max(rows, wide));
+    const int64_t count = rows * (call.mask == nullptr ? wide : std::max(rows, wide));
+    straight = room.Take<A>(count), turned = room.Take<A>(count);
   }
   void Left(Rows<const E> from, int64_t rows, int64_t width, T* to) const {
     if constexpr (kSame)
