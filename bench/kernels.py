@@ -70,7 +70,9 @@ def model_of(case: dict, dropout: float) -> torch.nn.Module:
     return model
 
 
-def sides(case: dict, kept: bool = False, autocast: bool = False, dropout: float = 0.0) -> tuple[dict[str, Callable[[], object]], dict[str, interlace.Trainer]]:
+def sides(
+    case: dict, kept: bool = False, autocast: bool = False, dropout: float = 0.0
+) -> tuple[dict[str, Callable[[], object]], dict[str, interlace.Trainer]]:
     batch = image_batch(case) if case.get("family") == "vit" else token_batch(case)
     loss = narrow_loss if autocast else causal_loss
 
