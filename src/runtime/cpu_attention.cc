@@ -374,9 +374,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> Backward(const Call<E>& call, con
 
 // ---- what is covered ----
 
-// With a width that has no gaps.
+// With a last dimension that has no gaps.
 at::Tensor Whole(const at::Tensor& t) {
-  return t.dim() == 4 && t.stride(3) != 1 ? t.contiguous() : t;
+  return t.dim() > 0 && t.size(-1) != 1 && t.stride(-1) != 1 ? t.contiguous() : t;
+}
+std::optional<at::Tensor> Whole(const std::optional<at::Tensor>& t) {
+  return t ? std::optional(Whole(*t)) : t;
 }
 
 bool Covered(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout_p, bool is_causal,
@@ -395,7 +398,7 @@ bool Covered(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
   if (value.size(1) != key.size(1) || query.size(1) % key.size(1) != 0) return false;
   if (!mask) return true;
   if (mask->scalar_type() != dtype || (mask->dim() != 2 && mask->dim() != 4)) return false;
-  return mask->size(-1) == key.size(2) && (mask->stride(-1) == 1 || mask->size(-1) == 1);
+  return mask->size(-1) == key.size(2);
 }
 
 // f(element, type of tiles), by the tensors' dtype.
@@ -419,11 +422,12 @@ std::tuple<at::Tensor, at::Tensor> CpuAttention(const at::Tensor& query, const a
                                                 double dropout_p, bool is_causal, const std::optional<at::Tensor>& mask,
                                                 std::optional<double> scale) {
   const at::Tensor q = cpu_attention::Whole(query), k = cpu_attention::Whole(key), v = cpu_attention::Whole(value);
-  if (!cpu_attention::Covered(q, k, v, dropout_p, is_causal, mask)) {
+  const std::optional<at::Tensor> added = cpu_attention::Whole(mask);
+  if (!cpu_attention::Covered(q, k, v, dropout_p, is_causal, added)) {
     return at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, mask, scale);
   }
   return cpu_attention::ByType(query.scalar_type(), [&]<typename E, typename T>(E, T) {
-    return cpu_attention::Forward<E, T>(cpu_attention::Call<E>(q, k, v, dropout_p, is_causal, mask, scale));
+    return cpu_attention::Forward<E, T>(cpu_attention::Call<E>(q, k, v, dropout_p, is_causal, added, scale));
   });
 }
 
@@ -434,12 +438,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> CpuAttentionBackward(const at::Te
                                                                     const std::optional<at::Tensor>& mask,
                                                                     std::optional<double> scale) {
   const at::Tensor q = cpu_attention::Whole(query), k = cpu_attention::Whole(key), v = cpu_attention::Whole(value);
-  if (!cpu_attention::Covered(q, k, v, dropout_p, is_causal, mask)) {
+  const std::optional<at::Tensor> added = cpu_attention::Whole(mask);
+  if (!cpu_attention::Covered(q, k, v, dropout_p, is_causal, added)) {
     return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad_out, query, key, value, out, logsumexp,
                                                                     dropout_p, is_causal, mask, scale);
   }
   return cpu_attention::ByType(query.scalar_type(), [&]<typename E, typename T>(E, T) {
-    return cpu_attention::Backward<E, T>(cpu_attention::Call<E>(q, k, v, dropout_p, is_causal, mask, scale),
+    return cpu_attention::Backward<E, T>(cpu_attention::Call<E>(q, k, v, dropout_p, is_causal, added, scale),
                                          cpu_attention::Whole(grad_out), cpu_attention::Whole(out), logsumexp);
   });
 }

@@ -308,9 +308,7 @@ def test_what_hooks_keep(inside: bool, detached: bool) -> None:
             loss = loss_fn(model, batch(step)) if trainer is None else trainer.step(batch(step))
             seen += [loss.detach().clone(), kept["y"].detach().clone()]
             if trainer is None:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                stepped(optimizer, loss)
         found.append(seen)
     torch.testing.assert_close(found[0], found[1])
 
@@ -324,6 +322,12 @@ def indices(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
     return found.sum() - (torch.stack([y[n - 1] for n in b["y"]]) * 0.1).sum()
 
 
+def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def test_indices_are_not_read(caplog: Any) -> None:
     losses = []
     for compiled in (False, True):
@@ -333,9 +337,7 @@ def test_indices_are_not_read(caplog: Any) -> None:
             loss = indices(model, batch(step)) if trainer is None else trainer.step(batch(step))
             losses.append(loss.item())
             if trainer is None:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                stepped(optimizer, loss)
     assert losses[4:] == pytest.approx(losses[:4], rel=1e-5)
     assert "compiling again" not in caplog.text
 
@@ -441,9 +443,7 @@ def test_random_numbers_beside_what_is_read() -> None:
             loss = loss_fn(model, batch(step)) if trainer is None else trainer.step(batch(step))
             kept.append(loss.item())
             if trainer is None:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                stepped(optimizer, loss)
         found.append([n for row in kept for n in (row if isinstance(row, tuple) else (row,))])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 

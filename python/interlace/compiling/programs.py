@@ -266,7 +266,7 @@ class Programs:
 
         self._shared += 1
         what = f"digest of a program ({self._shared})"
-        mine = [_core.digest("".join(source.stages) or source.text), self.kernels]
+        mine = [_core.digest("".join(source.texts)), self.kernels]
         digests, kernels = zip(*self.peers.exchange(what, mine), strict=True)
         if len(set(kernels)) > 1 and self.peers.rank == 0:
             other = next(r for r, each in enumerate(kernels) if each != kernels[0])
