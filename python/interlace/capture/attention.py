@@ -26,7 +26,9 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 @contextlib.contextmanager
 def attention_with_dropout(wanted: bool) -> Iterator[None]:
     """Of what calls torch.nn.functional's function within, where it is wanted and the runtime has the kernel."""
-    if not wanted or not _has_kernel():
+    from interlace import _runtime
+
+    if not wanted or not _runtime.attention_drops():
         yield
         return
     theirs = F.scaled_dot_product_attention
@@ -46,14 +48,6 @@ def attention_with_dropout(wanted: bool) -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = theirs
-
-
-def _has_kernel() -> bool:
-    try:
-        from interlace import _runtime
-    except ImportError:  # only planned here
-        return False
-    return bool(_runtime.attention_drops())
 
 
 def _cast(t: Any) -> Any:
