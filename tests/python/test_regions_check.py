@@ -45,6 +45,23 @@ def test_a_difference_is_seen_in_every_chunk(place: int) -> None:
     assert check.difference(made, by_body, wide, check.ULPS) == "other elements are not finite"
 
 
+@pytest.mark.parametrize("place", [0, check.CHUNK, 2 * check.CHUNK + 1])
+@pytest.mark.parametrize("wrong", [1e-3, float("nan"), float("inf")])
+def test_what_is_near_the_body_needs_no_more(place: int, wrong: float) -> None:
+    by_body = torch.linspace(0, 1, 2 * check.CHUNK + 2)
+    assert check.within(by_body * (1 + 2e-7), by_body, check.ULPS)
+    made = by_body.clone()
+    made[place] += wrong
+    assert not check.within(made, by_body, check.ULPS)
+    assert not check.within(by_body, made, check.ULPS)
+
+
+def test_of_whole_numbers_each_is_the_bodys() -> None:
+    made, by_body = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
+    assert check.within(made, made.clone(), check.ULPS) and not check.within(made, by_body, check.ULPS)
+    assert check.within(torch.empty(0), torch.empty(0), check.ULPS)
+
+
 def test_what_is_as_far_off_as_the_body_is_right() -> None:
     wide = torch.linspace(0, 1, 100, dtype=torch.float64)
     by_body = wide.float() + 1e-3
