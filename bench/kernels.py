@@ -5,6 +5,7 @@ python bench/kernels.py                      # the Llama that peers.py trains
 python bench/kernels.py --model gpt2 --top 8 --json out/kernels.json
 python bench/kernels.py --autocast           # loss and backward under autocast to bfloat16
 python bench/kernels.py --model gpt2 --dropout 0.1
+python bench/kernels.py --model gpt2 --written   # its attention written out: products, masks, softmax
 python bench/kernels.py --kept               # also what regions take that make nothing again for the backward part
 
 Steps are timed in turn; then some of each side are recorded, ours by the executor, theirs by torch's profiler (self time of each
@@ -59,9 +60,11 @@ def narrow_loss(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torc
         return causal_loss(model, batch)
 
 
-def model_of(case: dict, dropout: float) -> torch.nn.Module:
-    """`dropout`: of all layers that have some, and of attention."""
+def model_of(case: dict, dropout: float, written: bool) -> torch.nn.Module:
+    """`dropout`: of all layers that have some, and of attention. `written`: attention is written out."""
     model = causal_model(case).train(dropout > 0)
+    if written:
+        model.set_attn_implementation("eager")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
@@ -71,13 +74,13 @@ def model_of(case: dict, dropout: float) -> torch.nn.Module:
 
 
 def sides(
-    case: dict, kept: bool = False, autocast: bool = False, dropout: float = 0.0
+    case: dict, kept: bool = False, autocast: bool = False, dropout: float = 0.0, written: bool = False
 ) -> tuple[dict[str, Callable[[], object]], dict[str, interlace.Trainer]]:
     batch = image_batch(case) if case.get("family") == "vit" else token_batch(case)
     loss = narrow_loss if autocast else causal_loss
 
     def by_torch(compiled: bool) -> Callable[[], object]:
-        model = model_of(case, dropout)
+        model = model_of(case, dropout, written)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         run = torch.compile(model) if compiled else model
 
@@ -89,7 +92,7 @@ def sides(
         return step
 
     def by_us(regions: str, fuse: str = "fuse") -> interlace.Trainer:
-        model = model_of(case, dropout)
+        model = model_of(case, dropout, written)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         config = interlace.Config(regions=regions, regions_wait=True)
         if fuse != "fuse":
@@ -139,10 +142,11 @@ def main() -> None:
     parser.add_argument("--kept", action="store_true", help="also regions that keep for backward all that was kept: fuse(recompute=false)")
     parser.add_argument("--autocast", action="store_true", help="under autocast to bfloat16")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability in all layers that have one, and in attention")
+    parser.add_argument("--written", action="store_true", help="with attention written out by the model, as products, masks and softmax")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    steps, trainers = sides(CASES[args.model], args.kept, args.autocast, args.dropout)
+    steps, trainers = sides(CASES[args.model], args.kept, args.autocast, args.dropout, args.written)
     times = paired(steps, args.rounds, warmup=3)
     found = {
         name: kernels_of_ours(trainers[name], step, args.steps) if name in trainers else kernels_of_torch(step, args.steps)

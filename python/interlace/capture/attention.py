@@ -10,6 +10,7 @@ The runtime's own kernel (src/runtime/cpu_attention.h) drops the same in both, f
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,12 +24,34 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@contextlib.contextmanager
-def attention_with_dropout(wanted: bool) -> Iterator[None]:
-    """Of what calls torch.nn.functional's function within, where it is wanted and the runtime has the kernel."""
-    from interlace import _runtime
+@dataclasses.dataclass(frozen=True)
+class OneAttention:
+    """What attention is one operator of."""
 
-    if not wanted or not _runtime.attention_drops():
+    drops: bool  # that with dropout too
+    always: bool  # what a model writes out (written.py) of every size, else where that is faster on CPUs
+
+    @classmethod
+    def of(cls, kernels: str, drops: bool, device: str = "cpu") -> OneAttention | None:
+        """With Config.kernels, on this type of devices; None: attention is what torch makes of it. `drops`: dropout may draw other numbers
+        than the single ops."""
+        from interlace import _runtime
+
+        return cls(drops and device == "cpu" and _runtime.attention_drops(), device != "cpu") if kernels == "auto" else None
+
+
+def fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float | None
+) -> Tensor:  # fmt: skip
+    """By the operator; what it takes is said by `fits`."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    return FORWARD(q, k, v, dropout, is_causal, attn_mask=_added(mask, q), scale=scale)[0]
+
+
+@contextlib.contextmanager
+def attention_with_dropout(wanted: OneAttention | None) -> Iterator[None]:
+    """Of what calls torch.nn.functional's function within."""
+    if wanted is None or not wanted.drops:
         yield
         return
     theirs = F.scaled_dot_product_attention
@@ -39,8 +62,8 @@ def attention_with_dropout(wanted: bool) -> Iterator[None]:
     ) -> Tensor:  # fmt: skip
         if isinstance(dropout_p, float) and 0 < dropout_p < 1 and isinstance(query, FakeTensor):
             q, k, v, mask = (_cast(t) for t in (query, key, value, attn_mask))
-            if _fits(q, k, v, mask, is_causal, enable_gqa):
-                return FORWARD(q, k, v, dropout_p, is_causal, attn_mask=_added(mask, q), scale=scale)[0]
+            if fits(q, k, v, mask, is_causal, enable_gqa):
+                return fused(q, k, v, mask, dropout_p, is_causal, scale)
         return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]
@@ -57,7 +80,7 @@ def _cast(t: Any) -> Any:
     return t.to(torch.get_autocast_dtype("cpu"))
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
+def fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
     if any(t.dim() != 4 or t.dtype != q.dtype or t.shape[-1] != q.shape[-1] or t.shape[0] != q.shape[0] for t in (q, k, v)):
         return False
     if q.dtype not in _DTYPES or k.shape[1] != v.shape[1] or (k.shape[1] != q.shape[1] and not enable_gqa):

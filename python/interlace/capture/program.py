@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture import caches
-from interlace.capture.attention import attention_with_dropout
+from interlace.capture.attention import OneAttention, attention_with_dropout
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
 from interlace.capture.effects import as_after, begins, drawing_line, generators, grows, kept_generators, kept_of, refusal
 from interlace.capture.groups import optimizer_groups
@@ -36,6 +36,7 @@ from interlace.capture.tracing import check_model, without_collection
 from interlace.capture.watch import Change, Watch
 from interlace.capture.ways import Counts, Way
 from interlace.capture.writes import FrozenWritten
+from interlace.capture.written import WrittenAttention
 from interlace.errors import CaptureError
 
 log = logging.getLogger("interlace")
@@ -70,7 +71,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
     fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS, numbers: Collection[str] = (),
     watch: Watch | None = None, values: Mapping[int, Tensor] | None = None, undecided: Collection[str] = (),
-    trained: Collection[str] = (), grows: bool = False, one_attention: bool = False,
+    trained: Collection[str] = (), grows: bool = False, one_attention: OneAttention | None = None,
 ) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -85,7 +86,7 @@ def capture(
     where Python may not read the example batch. `trained`: parameters, by name, that are trained with a gradient of zeros where the loss does
     not depend on them; the text says so in a line `meta unused`, and whoever runs it leaves them as they were.
 
-    With `one_attention`, attention with dropout is one operator (attention.py).
+    `one_attention`: which attention becomes one operator (attention.py, written.py).
     With `grows`, buffers and tensor attributes that the model makes in another size when it first runs get that size in the model (`grown`).
 
     Where Python branches on the batch the program is that of the example, and holds for batches that take the same ways (`ways`, see
@@ -102,15 +103,17 @@ def capture(
     groups = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
-    with without_collection(), attention_with_dropout(one_attention):
+    written = WrittenAttention(None if symbolic else one_attention)
+    with without_collection(), attention_with_dropout(one_attention), written.followed():
         loss_fn = loss_fn or default_loss
         watch = watch or Watch(model, loss_fn)
         trace, grown, rewrites = None, list[str](), False
         while trace is None:
             try:
                 trace = _traced(
-                    model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites
+                    model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
                 )
+                trace = trace if written.settled(trace.recorder) else None
             except Counts as e:
                 undecided = {*undecided, *e.places}
             except Written:
@@ -154,13 +157,18 @@ def _traced(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
     values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
+    written: WrittenAttention,
 ) -> Trace:  # fmt: skip
     """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
-        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
+        return _whole(
+            model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
+        )
     device = device_type(t.real for t in tensors)
     with regions_opened(device) as opened:
-        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
+        trace = _whole(
+            model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
+        )
     if opened:
         return trace
 
@@ -168,13 +176,14 @@ def _traced(
         with torch.autocast(device):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites)
+    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written)
 
 
 def _whole(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
     values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
+    written: WrittenAttention,
 ) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
@@ -197,6 +206,8 @@ def _whole(
         except (FrozenWritten, Resized, Written):
             raise
         except CaptureError as e:
+            if written.left_out():
+                continue
             reads, ours = found.recorder.reads, (CaptureError, DataDependentOutputException, type(None))
             if reads.last and reads.last not in holds and not isinstance(e.__cause__, ours):  # the user's own code raises
                 holds.add(reads.last)

@@ -84,17 +84,19 @@ def programs_of(plan: dict[str, Any]) -> list[Any] | None:
 
 def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
     from interlace import _core
+    from interlace.capture.attention import OneAttention
     from interlace.compiling.planner import OF_STAGES
     from interlace.plan.execute import execution_of
 
     how = execution_of(plan)
-    _, model = _captured(how.model, how.micro_batch, how.seq, False)
+    _, model = _captured(how.model, how.micro_batch, how.seq, None)
     config = Config(
         strategy=how.strategy, mesh=how.mesh, stages=how.borders(model), stage_order=how.stage_order, accumulation=how.accumulation,
         accumulate_mode=how.accumulate_mode, clip_norm=1.0,
     )  # fmt: skip
     costs = f"cluster={cluster_file}"
     standard = config.pipeline(how.ranks).replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),")
+    one_attention = OneAttention.of(config.kernels, config.one_attention)
     passes = items(pipeline(standard, fill(how.passes(model), {"cluster": cluster_file, "ranks": how.ranks})))
     first = "mesh" if config.stage_meshes else "pipeline"  # that depends on the stage
     cut = next((i for i, each in enumerate(passes) if pass_name(each) == first), len(passes))
@@ -102,7 +104,7 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
     whole: dict[int, Any] = {}  # by rows of a micro-batch; the most first: stages with unlike ranks have some meta lines from that one
     for stage, rows in sorted(((s, each["micro_batch"]) for s, each in enumerate(plan["stages"])), key=lambda entry: -entry[1]):
         if rows not in whole:
-            whole[rows] = _core.Program.parse(_captured(how.model, rows, how.seq, config.one_attention)[0], "captured")
+            whole[rows] = _core.Program.parse(_captured(how.model, rows, how.seq, one_attention)[0], "captured")
             whole[rows].set_meta("micro_batches", str(how.accumulation))
             whole[rows].run_passes(",".join(passes[:cut]))
         programs[stage] = program = whole[rows].clone()
@@ -115,7 +117,7 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _captured(name: str, micro_batch: int, seq: int, one_attention: bool) -> tuple[str, Any]:
+def _captured(name: str, micro_batch: int, seq: int, one_attention: Any) -> tuple[str, Any]:
     """The step of a micro-batch, and the model. It has no values."""
     import torch
 

@@ -196,10 +196,12 @@ def program_of_model(model: str, config: Config, ranks: int, micro_batch: int, s
     """The program that training this model here would run, and one micro-batch for it (saved tensors)."""
     from interlace import _core, models
     from interlace.capture import capture
+    from interlace.capture.attention import OneAttention
 
     built = models.build(model, micro_batch=micro_batch, seq=seq)
     optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-4)
-    captured = capture(built.model, built.loss_fn, built.example_batch, optimizer=optimizer, one_attention=config.one_attention)
+    one_attention = OneAttention.of(config.kernels, config.one_attention)
+    captured = capture(built.model, built.loss_fn, built.example_batch, optimizer=optimizer, one_attention=one_attention)
     program = _core.Program.parse(captured.text, "captured")
     program.set_meta("micro_batches", str(config.accumulation))
     program.run_passes(config.pipeline(ranks))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from interlace.capture import Captured, Casts, InputSpec, OpaqueCall, capture
+from interlace.capture.attention import OneAttention
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
@@ -47,7 +48,7 @@ class Captures:
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.optimizer, self.programs = model, loss_fn, optimizer, programs
         self.config = programs.config
-        self.one_attention = self.config.one_attention and programs.peers.device.type == "cpu"
+        self.one_attention = OneAttention.of(self.config.kernels, self.config.one_attention, programs.peers.device.type)
         self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
         self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
         self.trained: set[str] = set()  # parameters that had a gradient in some program; in others they have zeros (`meta unused`)
@@ -184,7 +185,7 @@ class Captures:
         mark.word(sorted(self.numbers))
         mark.word(sorted(self.undecided))
         mark.word(sorted(self.trained))
-        mark.word(self.one_attention)
+        mark.word(repr(self.one_attention))
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
 

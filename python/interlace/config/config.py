@@ -106,7 +106,8 @@ class Config:
                      it was never tried, and is not), True (an error where it cannot), False. With the bits of ops that are given one by one
     kernels          on CPUs: "auto", the fastest that is known: attention by one of our own, which computes no block of scores that no row
                      looks at (half the work below a diagonal), has tiles in bfloat16 where the processor has products for them, and
-                     keeps no scores where it drops some (`dropout_p`; where the mesh has an axis tp it is taken apart as torch does);
+                     keeps no scores where it drops some (`dropout_p`; where the mesh has an axis tp it is taken apart as torch does),
+                     also where a model writes it out (`softmax(q @ k.mT + mask) @ v` in its many forms), on accelerators too;
                      on AMD's processors with AVX-512 large products in float32 by oneDNN, not MKL; "torch", PyTorch's own, with its bits
     regions          CPUs and CUDA: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the
                      cache (docs/regions.md): "on", "exact" (CPUs: only those with the bits of their ops, compared when they are made),
