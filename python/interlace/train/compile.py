@@ -21,10 +21,12 @@ from torch import nn
 
 from interlace.capture import InputSpec, OpaqueTable
 from interlace.capture.groups import optimizer_groups
+from interlace.capture.inputs import Path, differing, family, no_input, path_name, with_numbers
 from interlace.capture.model_tensors import check_parameters, collect, count_as_buffers
 from interlace.capture.program import default_loss
 from interlace.capture.several import Several, members_of, name_of
 from interlace.capture.tensor_plan import read_plan
+from interlace.capture.unread import unread
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
@@ -36,7 +38,7 @@ from interlace.config.schedule import check_passes, default_schedule, stage_at
 from interlace.cost.machine import beside_bytes, room_of
 from interlace.dist.groups import check_streams, default_device, device_name
 from interlace.dist.peers import PeerError, Peers, first_difference, ranks_text
-from interlace.errors import InterlaceError
+from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
@@ -106,7 +108,7 @@ class _Build:
         self.model, self.optimizer, self.loss_fn, self.given, self.config, self.peers = model, optimizer, loss_fn, given, config, peers
         self.parts = batches.micro_batches(None, example_batch, config.accumulation)
         self.micro_batch = self.parts[0]
-        self.spec = InputSpec.of(self.micro_batch)
+        self.spec, self.differ = InputSpec.of(self.micro_batch), dict[Path, torch.dtype]()
         check_shapes_of(self.spec, config)
         self.tensors = collect(model)
         check_parameters(self.tensors)
@@ -120,6 +122,7 @@ class _Build:
     def trainer(self) -> Trainer:
         self._check_schedule()
         self._compare_ranks()
+        self._agree_on_numbers()
         self.peers.groups.open()
         shapes = self._open_shapes()
         source = self._within_device(self._source("program"))
@@ -198,6 +201,36 @@ class _Build:
                 differing[0],
             )
 
+    def _agree_on_numbers(self) -> None:
+        """What stands beside the tensors of the batch and is not the same on all ranks: numbers become inputs, and texts that nobody reads
+        may be any. Error: other things."""
+        if self.peers.size == 1 or self.config.mode == "eager":
+            return
+        mine = {path_name(p): x for p, x in self.spec.constants if x is None or type(x) in (bool, int, float, str)}
+        everyone = self.peers.exchange("batch beside the tensors", mine)
+        names = {name for theirs in everyone for name in theirs if any(repr(other.get(name)) != repr(theirs[name]) for other in everyone)}
+        if not names:
+            return
+        paths = {path_name(p): p for p, _ in self.spec.constants}
+        free: set[str] = set()
+        if self.peers.rank == 0 and names <= paths.keys():
+            free = unread(self.micro_batch, {family(paths[name]) for name in names}, self.captures.traced)
+        free = set(self.peers.exchange("batch beside the tensors that is read", sorted(free))[0])
+        names = {name for name in names if name not in paths or family(paths[name]) not in free}
+        kinds = {name: {type(theirs.get(name)) for theirs in everyone} for name in names}
+        for name in sorted(names):
+            if not kinds[name] <= {int, float}:
+                found = first_difference([{name: repr(theirs[name])} if name in theirs else {} for theirs in everyone])
+                assert found is not None
+                raise PeerError(
+                    f"batch entry '{name}', beside the tensors, is {found[2]} on {ranks_text(found[0])} and {found[3]} on rank 0, and what "
+                    'is computed depends on it; give all ranks the same, make it a tensor, or take mode="eager"', found[0][0],
+                )  # fmt: skip
+        self.differ = differing(everyone, [paths[name] for name in sorted(names)])
+        self.parts = [with_numbers(part, self.differ) for part in self.parts]
+        self.micro_batch = self.parts[0]
+        self.spec = dataclasses.replace(InputSpec.of(self.micro_batch), free=frozenset(free))
+
     def _within_device(self, source: Source) -> Source:
         """The program that fits into the memory that the devices have: this one, or where it does not and nobody has said how much it may
         take, the one that the search finds for what they have."""
@@ -252,7 +285,12 @@ class _Build:
     def _capture(self, used: list[str] | None) -> tuple[str, dict[str, Tensor]]:
         if self.config.mode == "eager":
             return eager_text(self.model, self.tensors, self.optimizer, used), {}
-        return self.captures.text(self.micro_batch)
+        try:
+            return self.captures.text(self.micro_batch)
+        except CaptureError as e:
+            if self.differ:
+                raise InterlaceError(no_input(next(iter(self.differ)), e)) from e
+            raise
 
     def _open_shapes(self) -> Shapes | None:
         """With several shapes, the example batch stands for the one that holds it."""
