@@ -16,6 +16,7 @@ import pytest
 import random_settings
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -207,6 +208,47 @@ def own_numbers() -> tuple[list[float], list[float]]:
         first.load_state_dict(trainer.state_dict(all_ranks=True))
         found = [float(trainer.step(b)) for b in batches] + [float(trainer.evaluate({**batches[0], "weight": 2.0 - rank})["loss"])]
     return found, [float(loss_fn(first, b)) for b in (*batches, {**batches[0], "weight": 2.0 - rank})]
+
+
+def own_value(read: bool) -> str:
+    """A closure that differs between ranks, which the loss reads, or only says on rank 0."""
+    rank, kept = parity.rank_and_size()[0], []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = loss_fn(model, batch)
+        if rank == 0:
+            kept.append(found.item())
+        return found * (1 + rank) if read else found
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = interlace.Config(timeout_s=60, cache="off")
+    found = failing.observed(lambda: interlace.compile(model, optimizer, loss, tokens(0, 0), settings).step(tokens(0, 0)))
+    assert len(kept) == int(rank == 0 and not read)
+    return found
+
+
+def test_what_python_reads_is_the_same_on_all_ranks() -> None:
+    for said in ranks.run(own_value, 2, True):
+        assert "'rank' of loss is 1 on rank 1 and 0 on rank 0, and what is computed depends on it" in said
+    assert ranks.run(own_value, 2, False) == ["", ""]
+
+
+def collective() -> str:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = loss_fn(model, batch)
+        dist.all_reduce(found.detach().clone())
+        return found
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return failing.observed(lambda: interlace.compile(model, optimizer, loss, tokens(0, 0), interlace.Config(timeout_s=60, fullgraph=False)))
+
+
+def test_a_collective_in_the_loss_is_refused() -> None:
+    """Learning what an opaque loss gives would have one rank wait for the other."""
+    for said in ranks.run(collective, 2):
+        assert "test_forms.py:" in said and 'a collective of torch.distributed is called' in said and 'mode="eager"' in said
 
 
 def own_text() -> str:

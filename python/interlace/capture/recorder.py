@@ -31,6 +31,7 @@ from interlace.capture.check_ops import dtypes_of, promise
 from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
+from interlace.capture.loss import unwritable
 from interlace.capture.numbers import as_python
 from interlace.capture.own_draws import OwnDraws
 from interlace.capture.reads import Reads
@@ -150,7 +151,7 @@ class Recorder(TorchDispatchMode):
             return quote(a)
         if isinstance(a, (torch.SymFloat, torch.SymBool)):
             raise CaptureError(f"the number {a} is computed from a symbolic size; capture with numbers instead (symbolic=False)")
-        raise CaptureError(f"an argument of type {t.__name__} cannot be written in a program")
+        raise unwritable(t)
 
     def _view_decl(self, t: Tensor, storage: Storage) -> str:
         text = self.dims.type(t.dtype, tuple(t.shape), t.stride())
@@ -216,8 +217,7 @@ class Recorder(TorchDispatchMode):
         kwargs, func = kwargs or {}, _COMPUTED.get(func, func)
         if not isinstance(func, OpOverload):
             raise CaptureError(f"the higher-order operator {func} cannot be part of a program; use the plain form of it")
-        info = op_info(func)
-        if info.identity:
+        if (info := op_info(func)).identity:
             return self._identity(func, args, kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             with contextlib.suppress(NotConstant):

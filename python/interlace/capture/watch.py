@@ -201,15 +201,19 @@ class Watch:
                 put(p.value, p.where, p.owner, p.put)
         return found
 
-    def _numbers(self) -> Iterator[Change]:
-        """Every place that holds a number."""
+    def values(self) -> Iterator[Change]:
+        """Every place that can be written."""
         for h in (*self._dicts, *self._lists):
             for key, value in zip(h.keys, h.values, strict=True):
-                if type(value) in (int, float) and h.counts(key):
+                if h.counts(key):
                     yield Change(h.where(key), value, value, h.kind, setter(h.holder, key), h.owner)
         for p in self._reach.places:
-            if type(p.value) in (int, float) and p.put is not None:
+            if p.put is not None:
                 yield Change(p.where, p.value, p.value, "value", p.put, p.owner)
+
+    def _numbers(self) -> Iterator[Change]:
+        """Every place that holds a number."""
+        return (change for change in self.values() if type(change.before) in (int, float))
 
     def numbers(self) -> dict[str, int | float]:
         """The numbers, by place."""

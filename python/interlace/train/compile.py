@@ -21,12 +21,11 @@ from torch import nn
 
 from interlace.capture import InputSpec, OpaqueTable
 from interlace.capture.groups import optimizer_groups
-from interlace.capture.inputs import Path, differing, family, no_input, path_name, with_numbers
+from interlace.capture.inputs import Path, no_input, with_numbers
 from interlace.capture.model_tensors import check_parameters, collect, count_as_buffers
 from interlace.capture.program import default_loss
 from interlace.capture.several import Several, members_of, name_of
 from interlace.capture.tensor_plan import read_plan
-from interlace.capture.unread import unread
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
@@ -40,6 +39,7 @@ from interlace.dist.groups import check_streams, default_device, device_name
 from interlace.dist.peers import PeerError, Peers, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
+from interlace.train.agreement import agree_on_batch, agree_on_values
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
 from interlace.train.materialize import adopt, checksum, initialize, release
@@ -122,7 +122,7 @@ class _Build:
     def trainer(self) -> Trainer:
         self._check_schedule()
         self._compare_ranks()
-        self._agree_on_numbers()
+        self._agree_on_values()
         self.peers.groups.open()
         shapes = self._open_shapes()
         source = self._within_device(self._source("program"))
@@ -201,35 +201,16 @@ class _Build:
                 differing[0],
             )
 
-    def _agree_on_numbers(self) -> None:
-        """What stands beside the tensors of the batch and is not the same on all ranks: numbers become inputs, and texts that nobody reads
-        may be any. Error: other things."""
+    def _agree_on_values(self) -> None:
+        """What is no tensor, in the batch and around the model, may differ between ranks where that is an input of the program or nobody
+        reads it. Error: elsewhere."""
         if self.peers.size == 1 or self.config.mode == "eager":
             return
-        mine = {path_name(p): x for p, x in self.spec.constants if x is None or type(x) in (bool, int, float, str)}
-        everyone = self.peers.exchange("batch beside the tensors", mine)
-        names = {name for theirs in everyone for name in theirs if any(repr(other.get(name)) != repr(theirs[name]) for other in everyone)}
-        if not names:
-            return
-        paths = {path_name(p): p for p, _ in self.spec.constants}
-        free: set[str] = set()
-        if self.peers.rank == 0 and names <= paths.keys():
-            free = unread(self.micro_batch, {family(paths[name]) for name in names}, self.captures.traced)
-        free = set(self.peers.exchange("batch beside the tensors that is read", sorted(free))[0])
-        names = {name for name in names if name not in paths or family(paths[name]) not in free}
-        kinds = {name: {type(theirs.get(name)) for theirs in everyone} for name in names}
-        for name in sorted(names):
-            if not kinds[name] <= {int, float}:
-                found = first_difference([{name: repr(theirs[name])} if name in theirs else {} for theirs in everyone])
-                assert found is not None
-                raise PeerError(
-                    f"batch entry '{name}', beside the tensors, is {found[2]} on {ranks_text(found[0])} and {found[3]} on rank 0, and what "
-                    'is computed depends on it; give all ranks the same, make it a tensor, or take mode="eager"', found[0][0],
-                )  # fmt: skip
-        self.differ = differing(everyone, [paths[name] for name in sorted(names)])
+        self.differ, free = agree_on_batch(self.spec, self.micro_batch, self.peers, self.captures)
         self.parts = [with_numbers(part, self.differ) for part in self.parts]
         self.micro_batch = self.parts[0]
-        self.spec = dataclasses.replace(InputSpec.of(self.micro_batch), free=frozenset(free))
+        self.spec = dataclasses.replace(InputSpec.of(self.micro_batch), free=free)
+        agree_on_values(self.micro_batch, self.peers, self.captures)
 
     def _within_device(self, source: Source) -> Source:
         """The program that fits into the memory that the devices have: this one, or where it does not and nobody has said how much it may
@@ -326,7 +307,7 @@ class _Build:
     # ---- values ----
 
     def _fill_parameters(self, states: States) -> None:
-        self._agree_on_values()
+        self._agree_on_tensors()
         weights = Weights(self.config.weights) if self.config.weights else None
         prefix = getattr(self.model, "base_model_prefix", None)
         missing: set[str] = set()
@@ -356,7 +337,7 @@ class _Build:
             weights.close()
         initialize(self.model, missing, self.config.seed, lambda name, value: states.fill_from(name, WEIGHT, value))
 
-    def _agree_on_values(self) -> None:
+    def _agree_on_tensors(self) -> None:
         """As in DDP, rank 0's values count; nothing is sent where all ranks have the same bits already."""
         if self.peers.size == 1:
             return
