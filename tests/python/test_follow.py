@@ -75,6 +75,7 @@ CHANGES: dict[str, Callable[[Net, Any, Holder, int], Any]] = {
     "integer": lambda m, kl, h, i: setattr(m, "power", 2 + i % 2),
     "counter": lambda m, kl, h, i: setattr(m, "steps", i),
     "closure": lambda m, kl, h, i: kl(0.1 * i),
+    "whole number": lambda m, kl, h, i: kl(i),
     "global": lambda m, kl, h, i: set_scale(1.0 + i),
     "object": lambda m, kl, h, i: setattr(h, "weight", 0.1 * i),
     "hook": lambda m, kl, h, i: m.first.register_forward_hook(hook) if i == 2 else None,
@@ -139,7 +140,7 @@ def test_followed(kind: str) -> None:
     losses, expected, again = ours(kind)
     assert losses == pytest.approx(expected, rel=1e-9), kind
     without = {"tensor attribute", "tensor in place", "buffer", "buffer in place"}
-    once = {"attribute", "closure", "global", "object", "training"}  # numbers are inputs then; what was there before is kept
+    once = {"attribute", "closure", "whole number", "global", "object", "training"}  # numbers are inputs then; what was there before is kept
     assert again == 0 if kind in without else again == 1 if kind in once else again >= 1
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import failing
 import parity
 import pytest
 import random_settings
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,6 +52,11 @@ def branching(step: int, rank: int) -> dict[str, Any]:
     return {**tokens(0, 10 * step + rank), "weight": 1.0 + 0.1 * step, "power": float(step)}
 
 
+def warmed(step: int, rank: int) -> dict[str, Any]:
+    """A whole number that Python computes with, as with integers; it is another on each rank."""
+    return {**tokens(0, 10 * step + rank), "warm": 2 * step + rank}
+
+
 def named(step: int, rank: int) -> dict[str, Any]:
     """Names that nobody reads, more from step to step, beside other sizes; each rank has its own."""
     names = [f"{rank} {step} {i}" for i in range(1 + step)]
@@ -70,6 +78,9 @@ def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     for x in batch.get("more", []):
         y = y + model(x)
     power = batch.get("power", 0.0)
+    if (warm := batch.get("warm")) is not None:
+        y = y * min(1.0, (warm + 1) / 6) * 0.9**warm + 0.3 * (warm // 2 - warm % 2) * math.cos(math.pi * warm / 7)
+        y = y * torch.full((len(y), 1), warm, dtype=y.dtype).add(1)
     return F.cross_entropy(y, batch["y"]) * batch.get("weight", 1.0) * (1.0 if power == int(power) == 0 else 2.0)
 
 
@@ -103,7 +114,7 @@ def train(batch: Callable[[int, int], Any], **config: Any) -> tuple[list[float],
 
 
 # The forms are captured so often; 5 tokens come again.
-TIMES = {tokens: 2, masked: 1, several: 2, weighed: 1, branching: 3, named: 2}
+TIMES = {tokens: 2, masked: 1, several: 2, weighed: 1, branching: 3, named: 2, warmed: 1}
 
 
 @pytest.mark.parametrize("batch", list(TIMES), ids=lambda f: f.__name__)
@@ -115,11 +126,11 @@ def test_one_rank(batch: Callable[[int, int], Any]) -> None:
 
 
 def test_two_ranks() -> None:
-    for batch in (tokens, weighed, named):
+    for batch in (tokens, weighed, named, warmed):
         for losses, expected, far, said in ranks.run(train, 2, batch, strategy="shard"):
             assert losses == pytest.approx(expected, rel=1e-12)
             assert far < 1e-12
-            assert len(said) == TIMES[batch], said
+            assert len(said) == (0 if batch is warmed else TIMES[batch]), said  # it differs from the first batch on
 
 
 def test_micro_batches() -> None:
@@ -155,7 +166,8 @@ def test_the_users_own_python_takes_any_form() -> None:
 
 
 @pytest.mark.parametrize("read", [{"task": ["a", "b"]}, {"words": [["a b"], ["c d"]]}], ids=["branch", "tokens"])
-def test_texts_that_are_read_stay_as_they_were(read: dict[str, list[Any]]) -> None:
+def test_texts_that_are_read_are_few(read: dict[str, list[Any]]) -> None:
+    """Each is captured when first met, up to a number that no tasks are of but texts soon have."""
     (name, values) = next(iter(read.items()))
 
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -164,14 +176,88 @@ def test_texts_that_are_read_stay_as_they_were(read: dict[str, list[Any]]) -> No
         return loss_fn(model, {**batch, "x": torch.tensor([[ord(c) % 9 for c in text.ljust(99)] for text in batch["words"]] * 4)})
 
     model = Net()
+    expected = copy.deepcopy(model)
     batch = {**tokens(0, 0), "file": "0"}
     with interlace.compile(
-        model, torch.optim.AdamW(model.parameters()), loss, {**batch, name: values[0]}, interlace.Config(schedule=[], cache="off")
+        model, torch.optim.SGD(model.parameters(), lr=0.0), loss, {**batch, name: values[0]}, interlace.Config(schedule=[], cache="off")
     ) as trainer:
-        trainer.step({**batch, "file": "1", name: values[0]})
+        for i in range(1, 7):  # one of them is here the second time
+            given = {**batch, "file": str(i), name: values[i % 2]}
+            assert trainer.step(given) == pytest.approx(float(loss(expected, given)), rel=1e-6)
         with pytest.raises(InterlaceError, match=rf"batch entry '{name}[.0]*' was the constant '.*' when compiled and is '.*' now"):
-            trainer.step({**batch, "file": "2", name: values[1]})
+            for i in range(9):
+                trainer.step({**batch, "file": "2", name: [f"a {i}"] if name == "words" else f"a {i}"})
         assert trainer.evaluate({**batch, "file": "3", name: values[0]})["loss"] > 0
+
+
+def test_each_rank_has_its_own_number() -> None:
+    """As mixup draws it; from the first batch on, and in evaluations."""
+    for losses, expected in ranks.run(own_numbers, 2):
+        assert losses == pytest.approx(expected, rel=1e-12)
+    for said in ranks.run(own_text, 2):
+        assert "batch entry 'task', beside the tensors, is 'b' on rank 1 and 'a' on rank 0" in said
+
+
+def own_numbers() -> tuple[list[float], list[float]]:
+    rank, _ = parity.rank_and_size()
+    model = Net().double()
+    first = copy.deepcopy(model)
+    batches = [{**tokens(0, i), "weight": 0.5 + rank} for i in range(3)]
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=60)
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, batches[0], settings) as trainer:
+        first.load_state_dict(trainer.state_dict(all_ranks=True))
+        found = [float(trainer.step(b)) for b in batches] + [float(trainer.evaluate({**batches[0], "weight": 2.0 - rank})["loss"])]
+    return found, [float(loss_fn(first, b)) for b in (*batches, {**batches[0], "weight": 2.0 - rank})]
+
+
+def own_value(read: bool) -> str:
+    """A closure that differs between ranks, which the loss reads, or only says on rank 0."""
+    rank, kept = parity.rank_and_size()[0], []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = loss_fn(model, batch)
+        if rank == 0:
+            kept.append(found.item())
+        return found * (1 + rank) if read else found
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = interlace.Config(timeout_s=60, cache="off")
+    found = failing.observed(lambda: interlace.compile(model, optimizer, loss, tokens(0, 0), settings).step(tokens(0, 0)))
+    assert len(kept) == int(rank == 0 and not read)
+    return found
+
+
+def test_what_python_reads_is_the_same_on_all_ranks() -> None:
+    for said in ranks.run(own_value, 2, True):
+        assert "'rank' of loss is 1 on rank 1 and 0 on rank 0, and what is computed depends on it" in said
+    assert ranks.run(own_value, 2, False) == ["", ""]
+
+
+def collective() -> str:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = loss_fn(model, batch)
+        dist.all_reduce(found.detach().clone())
+        return found
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return failing.observed(lambda: interlace.compile(model, optimizer, loss, tokens(0, 0), interlace.Config(timeout_s=60, fullgraph=False)))
+
+
+def test_a_collective_in_the_loss_is_refused() -> None:
+    """Learning what an opaque loss gives would have one rank wait for the other."""
+    for said in ranks.run(collective, 2):
+        assert "test_forms.py:" in said and 'a collective of torch.distributed is called' in said and 'mode="eager"' in said
+
+
+def own_text() -> str:
+    rank, _ = parity.rank_and_size()
+    model = Net()
+    loss = lambda m, b: loss_fn(m, b) * (1.0 if b["task"] == "a" else 2.0)  # noqa: E731
+    batch = {**tokens(0, 0), "task": "ab"[rank]}
+    settings = interlace.Config(timeout_s=60)
+    return failing.observed(lambda: interlace.compile(model, torch.optim.SGD(model.parameters()), loss, batch, settings))
 
 
 def apart(step: int, rank: int) -> dict[str, Any]:

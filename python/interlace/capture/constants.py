@@ -44,6 +44,7 @@ class Constants:
         self._recipes: dict[int, tuple[OpOverload | None, tuple, dict, int]] = {}
         self._by_storage: dict[int, list[int]] = {}
         self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
+        self.numbers: dict[int, Tensor] = {}  # what stands for a number of Python's, and what is computed of such alone, by id
         self.writes = 0  # counted by rewrites.py alone
         self.copies: set[int] = set()  # storages of what eager PyTorch has views of
         self._complex: dict[tuple[complex, torch.dtype], Tensor] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,41 @@ def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any
     return type(batch)(v for _, v in new)
 
 
+def numbers_in(spec: InputSpec) -> dict[Path, int | float]:
+    """The numbers beside the tensors that the program depends on."""
+    return {path: x for path, x in spec.fixed() if type(x) in (int, float)}
+
+
+def wider(x: int | float, y: int | float) -> torch.dtype:
+    """What a tensor in the place of these numbers has."""
+    return torch.float64 if float in (type(x), type(y)) else torch.int64
+
+
+def differing(everyone: Sequence[Mapping[str, Any]], paths: Iterable[Path]) -> dict[Path, torch.dtype]:
+    """The numbers beside the tensors that are not the same on all ranks, by their names on each, and what stands for them."""
+    found = {path: [numbers[path_name(path)] for numbers in everyone] for path in paths}
+    return {path: wider(xs[0], next((x for x in xs if type(x) is float), 0)) for path, xs in found.items() if len(set(map(repr, xs))) > 1}
+
+
+def no_input(path: Path, error: CaptureError) -> str:
+    return (
+        f"batch entry '{path_name(path)}', beside the tensors, is another number on other ranks, and no tensor can stand for it ({error}); "
+        "give it to the step as a tensor, or give all ranks the same"
+    )
+
+
+def with_numbers(micro_batch: Any, dtypes: Mapping[Path, torch.dtype]) -> Any:
+    """A copy with tensors in the place of the numbers at these paths, for a program of which they are inputs."""
+    found: dict[Path, torch.Tensor] = {}
+    for path, x in leaves(micro_batch) if dtypes else ():
+        dtype = dtypes.get(path)
+        if type(x) is int or (type(x) is float and dtype is not None and dtype.is_floating_point):
+            found |= {} if dtype is None else {path: torch.tensor(x, dtype=dtype)}
+    for t in found.values():
+        t.of_number = True  # type: ignore[attr-defined]
+    return rebuild(micro_batch, found) if found else micro_batch
+
+
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch as PyTorch's own loop would have it: with its tensors on `device`, but those in the host's memory where some lie there
     already (lengths of sequences that are packed, say). The same object when nothing has to move."""
@@ -114,6 +149,7 @@ class InputTensor:
     path: Path
     dtype: torch.dtype
     shape: tuple[int | str, ...]
+    number: bool = False  # a number of the batch, which with_numbers has made a tensor
 
     def describe(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -127,6 +163,10 @@ class InputSpec:
     constants: tuple[tuple[Path, Any], ...]
     free: frozenset[str] = frozenset()
 
+    def numbers(self) -> dict[Path, torch.dtype]:
+        """Those of the batch's numbers that are inputs."""
+        return {t.path: t.dtype for t in self.tensors if t.number}
+
     def fixed(self) -> list[tuple[Path, Any]]:
         """The constants that the program depends on."""
         return [(path, x) for path, x in self.constants if family(path) not in self.free] if self.free else list(self.constants)
@@ -138,7 +178,8 @@ class InputSpec:
             if isinstance(leaf, torch.Tensor):
                 if leaf.layout != torch.strided:
                     raise CaptureError(f"batch entry '{path_name(path)}' is a {leaf.layout} tensor; pass a dense one (.to_dense())")
-                tensors.append(InputTensor(path_name(path), path, leaf.dtype, tuple(leaf.shape)))
+                number = hasattr(leaf, "of_number")
+                tensors.append(InputTensor(path_name(path), path, leaf.dtype, tuple(leaf.shape), number))
             elif type(leaf).__module__ == "numpy" and hasattr(leaf, "shape"):
                 raise CaptureError(f"batch entry '{path_name(path)}' is a NumPy array; pass a tensor (torch.from_numpy)")
             else:

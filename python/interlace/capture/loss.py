@@ -16,6 +16,16 @@ class LossForm(CaptureError):
     """A loss function gives or does what no step can be made of, however it is computed."""
 
 
+def unwritable(kind: type) -> CaptureError:
+    """Of an operator's argument of this type."""
+    if kind.__name__ != "ScriptObject":
+        return CaptureError(f"an argument of type {kind.__name__} cannot be written in a program")
+    return LossForm(  # a process group, or its work; one rank alone would wait for the others in a real run
+        "a collective of torch.distributed is called, which is no part of a program: that averages gradients over ranks by itself; average "
+        'what is only logged after the step, or take mode="eager", which runs the model\'s own Python on every rank'
+    )
+
+
 def outputs_of(result: Any, numbers: bool = True) -> dict[str, Tensor]:
     """The tensors and `numbers` in it by name ("loss" first, "logits", "1.logits"); texts and None are left out. Error: LossForm."""
     if isinstance(result, dict):

@@ -252,7 +252,9 @@ def _watched(
     def run(one: Trace) -> list[Change]:
         try:
             with kept_generators(), watch.as_tensors(numbers, one.number_dtype()) as names:
-                one.names.update({id(t): where for where, t in (*watch.tensors().items(), *watch.outside.items())} | names)
+                one.names.update({id(t): where for where, t in (*watch.tensors().items(), *watch.outside.items())})
+                one.names.update({key: where for key, (where, _) in names.items()})
+                one.constants.numbers.update({key: t for key, (_, t) in names.items()})
                 one.run(loss_fn, batch)
         finally:
             changes = watch.restore()

@@ -34,6 +34,7 @@ Tensor = torch.Tensor
 TURNS = 3  # sets of numbers to trace with
 _MOST = 256  # reads of one trace: a loop that waits for a value would not end
 _BETWEEN = (*(TORCH + file.replace("/", os.sep) for file in ("_tensor.py", "_compile.py", "_dynamo/eval_frame.py")), __file__)
+_BETWEEN += (os.path.join(os.path.dirname(__file__), "numbers.py"),)
 
 
 def around(path: str) -> list[str]:

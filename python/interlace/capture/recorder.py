@@ -31,6 +31,8 @@ from interlace.capture.check_ops import dtypes_of, promise
 from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
+from interlace.capture.loss import unwritable
+from interlace.capture.numbers import as_python
 from interlace.capture.own_draws import OwnDraws
 from interlace.capture.reads import Reads
 from interlace.capture.sites import Sites
@@ -149,7 +151,7 @@ class Recorder(TorchDispatchMode):
             return quote(a)
         if isinstance(a, (torch.SymFloat, torch.SymBool)):
             raise CaptureError(f"the number {a} is computed from a symbolic size; capture with numbers instead (symbolic=False)")
-        raise CaptureError(f"an argument of type {t.__name__} cannot be written in a program")
+        raise unwritable(t)
 
     def _view_decl(self, t: Tensor, storage: Storage) -> str:
         text = self.dims.type(t.dtype, tuple(t.shape), t.stride())
@@ -215,8 +217,7 @@ class Recorder(TorchDispatchMode):
         kwargs, func = kwargs or {}, _COMPUTED.get(func, func)
         if not isinstance(func, OpOverload):
             raise CaptureError(f"the higher-order operator {func} cannot be part of a program; use the plain form of it")
-        info = op_info(func)
-        if info.identity:
+        if (info := op_info(func)).identity:
             return self._identity(func, args, kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             with contextlib.suppress(NotConstant):
@@ -225,12 +226,12 @@ class Recorder(TorchDispatchMode):
             func = getattr(func.overloadpacket, "Tensor", func)
             info, args = op_info(func), tuple(self.constants.complex_number(a, dtypes_of(args)) if type(a) is complex else a for a in args)
         args, kwargs = self._fake_args(args), {k: self._fake_args((v,))[0] for k, v in kwargs.items()}
+        args, number = as_python(self, func, args)
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if kwargs["device"] is not None else None
         if kwargs.get("generator") is not None:
             return self.own_draws.draw(func, args, kwargs)
-        fix = corrected(func, args, kwargs)
-        if fix is not None:
+        if (fix := corrected(func, args, kwargs)) is not None:
             return self._corrected(func, args, *fix)
         if info.moves_view:
             return self._move_view(func, args, kwargs)
@@ -241,6 +242,7 @@ class Recorder(TorchDispatchMode):
         text = self.arguments(args, kwargs)
         results = self._sized.promised(func, args, kwargs)
         self.emit(func, info, args, kwargs, text, results)
+        self.constants.numbers |= {id(results): results} if number else {}
         return results
 
     def _fake_args(self, args: tuple) -> tuple:
@@ -431,8 +433,7 @@ class Recorder(TorchDispatchMode):
         if new.dtype != t.dtype:
             new = self.call(aten._to_copy.default, new, dtype=t.dtype)
             value = self.value_of(new)
-        storage = self._storage(t)
-        owned = self._entries[id(new)].storage
+        storage, owned = self._storage(t), self._entries[id(new)].storage
         replaces = self._is_whole(t, storage) and new.stride() == storage.stride and owned.root == value
         if not replaces or owned is storage:
             if t.dtype != storage.dtype:

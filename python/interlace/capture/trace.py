@@ -81,8 +81,7 @@ class Trace:
         self.ways = Ways(self.constants, None if symbolic or example is None else spec.flatten(example), undecided)
         device = device_type(t.real for t in tensors)
         self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self.ways, self._lift, device)
-        self.ids: dict[int, int] = {}  # id(ModelTensor) -> value id
-        self.consts: dict[str, int] = {}
+        self.ids, self.consts = dict[int, int](), dict[str, int]()  # id(ModelTensor), name -> value id
         self.outputs: dict[str, Tensor] = {}
         self._decls: dict[int, str] = {}
         self._input_lines: list[str] = []
@@ -124,6 +123,8 @@ class Trace:
             with self.fakes:
                 fake = torch.empty(size, dtype=t.dtype, device="cpu")
             self.constants.set_input(fake, len(self._input_lines))
+            if t.number:
+                self.ways.stands(fake, "input", len(self._input_lines))
             self._input_lines.append(f"input {self.recorder.declare(fake)} {quote(t.name)}")
             replacement[t.path] = fake
         return rebuild(batch, replacement)
@@ -166,6 +167,7 @@ class Trace:
             self.tensors.append(t)
             self.ids[id(t)] = self.recorder.next_value
             self._decls[id(t)] = self.recorder.declare(fake)
+            self.ways.stands(fake, "buffer", name, real)
         return fake
 
     # ---- the run ----
@@ -190,12 +192,10 @@ class Trace:
             stack.enter_context(followed_modules(self.sites, self.told or self._opaque))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # what is wrapped in torch.compile runs as it is
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
-            stack.enter_context(reading(rec.reads))
-            stack.enter_context(without_backward(lambda: rec.part == "bwd"))
-            stack.enter_context(tensors_in_lists(self.constants))
-            for context in (without_log(), without_assertions(), without_branches(), torch.enable_grad()):
-                stack.enter_context(context)
-            stack.enter_context(without_fused_recurrence())
+            for one in (reading(rec.reads), without_backward(lambda: rec.part == "bwd"), tensors_in_lists(self.constants)):
+                stack.enter_context(one)
+            for context in (without_log, without_assertions, without_branches, torch.enable_grad, without_fused_recurrence):
+                stack.enter_context(context())
             stack.enter_context(regions_of(device_type(t.real for t in model_tensors)))
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
                 stack.enter_context(enable_python_dispatcher())

@@ -18,14 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from interlace.capture.constants import Constants
 from interlace.capture.loss import LossForm
+from interlace.capture.numbers import math_of_numbers
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
 
 
 @contextlib.contextmanager
 def tensors_in_lists(constants: Constants) -> Iterator[None]:
-    """torch.tensor() of lists with tensors in them, and indices that are tensors, which C++ would read."""
-    make = torch.tensor
+    """torch.tensor() of lists with tensors in them, torch.full() of a number, indices that are tensors, and Python's math of numbers, which
+    C++ would read."""
+    make, full = torch.tensor, torch.full
 
     def dtypes(x: Any) -> list[torch.dtype]:
         if isinstance(x, (list, tuple)):
@@ -42,12 +44,18 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
             return make(data, dtype=dtype, requires_grad=requires_grad, **more)
         return stacked(data, dtype or reduce(torch.promote_types, dtypes(data))).requires_grad_(requires_grad)
 
-    torch.tensor = made  # type: ignore[assignment]
+    def filled(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **more: Any) -> torch.Tensor:
+        if id(fill_value) not in constants.numbers:
+            return full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **more)
+        dtype = dtype or (torch.get_default_dtype() if fill_value.is_floating_point() else torch.int64)
+        return fill_value.to(dtype).expand(size).clone().requires_grad_(requires_grad)
+
+    torch.tensor, torch.full = made, filled  # type: ignore[assignment]
     try:
-        with _tensors_as_indices(constants):
+        with _tensors_as_indices(constants), math_of_numbers(constants):
             yield
     finally:
-        torch.tensor = make
+        torch.tensor, torch.full = make, full
 
 
 @contextlib.contextmanager

@@ -25,11 +25,13 @@ def _made(base: type) -> type:
     return type(base.__name__, (base,), asked)
 
 
-_KINDS = {base: _made(base) for base in (str, int, float)}  # nobody can make other kinds of the rest
+_KINDS: dict[type, Any] = {base: _made(base) for base in (str, int, float)} | {bool: None}  # nobody can make other kinds of the rest
 
 
 def stand_in(x: Any) -> Any:
-    """Another text or number, for C++ reads it without asking."""
+    """Another text or number, for C++ reads it without asking; of a truth value the other one, for there are no more."""
+    if type(x) is bool:
+        return not x
     return _KINDS[type(x)](f"\x00{len(x)}" if type(x) is str else x + 1 if type(x) is int else 0.37 if x != 0.37 else 0.73)
 
 

@@ -156,14 +156,14 @@ class Watch:
             put(state)
 
     @contextlib.contextmanager
-    def as_tensors(self, places: Collection[str], dtype: torch.dtype) -> Iterator[dict[int, str]]:
-        """Tensors in place of the numbers at these places, put back at the end; gives the places by the tensors' ids."""
+    def as_tensors(self, places: Collection[str], dtype: torch.dtype) -> Iterator[dict[int, tuple[str, Tensor]]]:
+        """Tensors in place of the numbers at these places, put back at the end; gives the places and them by the tensors' ids."""
         found = [change for change in self._numbers() if change.where in places]
-        tensors = [torch.tensor(float(change.before), dtype=dtype) for change in found]
+        tensors = [torch.tensor(change.before, dtype=torch.int64 if type(change.before) is int else dtype) for change in found]
         for change, t in zip(found, tensors, strict=True):
             change.put(t)
         try:
-            yield {id(t): change.where for change, t in zip(found, tensors, strict=True)}
+            yield {id(t): (change.where, t) for change, t in zip(found, tensors, strict=True)}
         finally:
             for change in found:
                 change.put(change.before)
@@ -201,18 +201,22 @@ class Watch:
                 put(p.value, p.where, p.owner, p.put)
         return found
 
-    def _numbers(self) -> Iterator[Change]:
-        """Every place that holds a float."""
+    def values(self) -> Iterator[Change]:
+        """Every place that can be written."""
         for h in (*self._dicts, *self._lists):
             for key, value in zip(h.keys, h.values, strict=True):
-                if type(value) is float and h.counts(key):
+                if h.counts(key):
                     yield Change(h.where(key), value, value, h.kind, setter(h.holder, key), h.owner)
         for p in self._reach.places:
-            if type(p.value) is float and p.put is not None:
+            if p.put is not None:
                 yield Change(p.where, p.value, p.value, "value", p.put, p.owner)
 
-    def numbers(self) -> dict[str, float]:
-        """The floats, by place."""
+    def _numbers(self) -> Iterator[Change]:
+        """Every place that holds a number."""
+        return (change for change in self.values() if type(change.before) in (int, float))
+
+    def numbers(self) -> dict[str, int | float]:
+        """The numbers, by place."""
         return {change.where: change.before for change in self._numbers()}
 
     def state(self) -> Iterator[tuple[str, str]]:

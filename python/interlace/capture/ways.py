@@ -15,7 +15,6 @@ again. What depends on parameters, on what a buffer holds once it was written, o
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -47,8 +46,19 @@ class Ways:
     def __init__(self, constants: Constants, batch: Sequence[Tensor] | None, undecided: Collection[str]) -> None:
         self.constants, self.batch, self.undecided = constants, batch, undecided
         self.buffers: dict[str, Tensor] = {}  # that may be read, with what they hold
+        self.numbers: set[tuple[str, Any]] = set()  # inputs and buffers that stand for numbers of Python's
         self.read: list[Way] = []
         self.counts: dict[str, str] = {}  # buffers of which numbers are read, and where
+
+    def stands(self, fake: Tensor, kind: str, name: Any, real: Tensor | None = None) -> None:
+        """For a number of Python's: an input, by its number, or the buffer `real`, by its name, if that does."""
+        if real is not None and id(real) not in self.constants.numbers:
+            return
+        self.constants.numbers[id(fake)] = fake
+        self.numbers.add((kind, name))
+        if real is not None:
+            self.constants.set_buffer(fake, name)
+            self.buffers[name] = real
 
     def number(self, t: Tensor, place: str) -> Any:
         """What a one-element tensor holds in the example batch, noted. Raises NotConstant."""
@@ -56,6 +66,8 @@ class Ways:
             raise NotConstant
         ops: list[Any] = []
         self._write(t, ops, {})
+        if t.dtype != torch.bool and any((op[0], op[1]) in self.numbers for op in ops if op[0] in ("input", "buffer")):
+            raise NotConstant  # as a constant it would be read, and not looked at in each step
         way = self._note(ops, place)
         if t.dtype != torch.bool:
             self.counts |= {op[1]: place for op in ops if op[0] == "buffer"}
@@ -169,11 +181,13 @@ def ways_of(program: Any) -> list[Way]:
     return json.loads(program.meta().get("ways", "[]"))
 
 
-def other_way(ways: list[Way], micro_batches: Sequence[Sequence[Tensor]], model: nn.Module) -> tuple[int, list[Any]] | None:
-    """The first of the ways that these inputs, with the model's buffers as they are, do not take, and what is read there in each micro-batch;
+def other_way(
+    ways: list[Way], micro_batches: Sequence[Sequence[Tensor]], buffer: Callable[[str], Tensor]
+) -> tuple[int, list[Any]] | None:  # fmt: skip
+    """The first of the ways that these inputs, with the buffers as they are, do not take, and what is read there in each micro-batch;
     None: they take them all."""
     for i, way in enumerate(ways):
-        values = [value_of(way["ops"], inputs, functools.partial(buffer_of, model)) for inputs in micro_batches]
+        values = [value_of(way["ops"], inputs, buffer) for inputs in micro_batches]
         if any(v != way["is"] for v in values):
             return i, values
     return None

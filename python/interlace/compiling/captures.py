@@ -19,7 +19,7 @@ from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
 from interlace.capture.watch import Watch
-from interlace.capture.ways import buffers_in, other_way
+from interlace.capture.ways import buffer_of, buffers_in, other_way
 from interlace.capture.writes import said
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import changed, reads_of
@@ -55,6 +55,12 @@ class Captures:
         self.grows = True  # until there is a program: buffers may get other sizes, which rank 0's constants tell the others
         self.prefix = ""  # of names of the loss function's tensors
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
+
+    def buffer(self, name: str) -> Tensor:
+        """The model's, or a number that programs read from one."""
+        if name not in self.numbers:
+            return buffer_of(self.model, name)
+        return torch.tensor(Watch(self.model, self.loss_fn, self.prefix).numbers()[name], dtype=torch.float64)
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
         """The captured text for a micro-batch, and the tensors that only the trace has seen. Once the run's cuts are settled, the text has
@@ -92,7 +98,7 @@ class Captures:
             key, drops, holders = self._key(micro_batch)
             while (found := cache.get("capture", key)) is not None:
                 record, constants = found
-                other = other_way(record["ways"], [InputSpec.of(micro_batch).flatten(micro_batch)], self.model)
+                other = other_way(record["ways"], [InputSpec.of(micro_batch).flatten(micro_batch)], self.buffer)
                 if other is not None and key is not None:  # what was captured for this way
                     key = key_of(key, repr(other))
                     continue
@@ -173,7 +179,7 @@ class Captures:
             mark.settings()
             mark.model(self.model)
             mark.value(self.loss_fn, "loss_fn")
-            mark.word([(t.name, t.path, t.dtype, t.shape) for t in spec.tensors])
+            mark.word([(t.name, t.path, t.dtype, t.shape, t.number) for t in spec.tensors])
             mark.value(dict(spec.constants), "the batch")
             mark.type(type(micro_batch), "the batch")
         except Unsure as e:

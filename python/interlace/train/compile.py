@@ -21,6 +21,7 @@ from torch import nn
 
 from interlace.capture import InputSpec, OpaqueTable
 from interlace.capture.groups import optimizer_groups
+from interlace.capture.inputs import Path, no_input, with_numbers
 from interlace.capture.model_tensors import check_parameters, collect, count_as_buffers
 from interlace.capture.program import default_loss
 from interlace.capture.several import Several, members_of, name_of
@@ -36,8 +37,9 @@ from interlace.config.schedule import check_passes, default_schedule, stage_at
 from interlace.cost.machine import beside_bytes, room_of
 from interlace.dist.groups import check_streams, default_device, device_name
 from interlace.dist.peers import PeerError, Peers, first_difference, ranks_text
-from interlace.errors import InterlaceError
+from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
+from interlace.train.agreement import agree_on_batch, agree_on_values
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
 from interlace.train.materialize import adopt, checksum, initialize, release
@@ -106,7 +108,7 @@ class _Build:
         self.model, self.optimizer, self.loss_fn, self.given, self.config, self.peers = model, optimizer, loss_fn, given, config, peers
         self.parts = batches.micro_batches(None, example_batch, config.accumulation)
         self.micro_batch = self.parts[0]
-        self.spec = InputSpec.of(self.micro_batch)
+        self.spec, self.differ = InputSpec.of(self.micro_batch), dict[Path, torch.dtype]()
         check_shapes_of(self.spec, config)
         self.tensors = collect(model)
         check_parameters(self.tensors)
@@ -120,6 +122,7 @@ class _Build:
     def trainer(self) -> Trainer:
         self._check_schedule()
         self._compare_ranks()
+        self._agree_on_values()
         self.peers.groups.open()
         shapes = self._open_shapes()
         source = self._within_device(self._source("program"))
@@ -198,6 +201,17 @@ class _Build:
                 differing[0],
             )
 
+    def _agree_on_values(self) -> None:
+        """What is no tensor, in the batch and around the model, may differ between ranks where that is an input of the program or nobody
+        reads it. Error: elsewhere."""
+        if self.peers.size == 1 or self.config.mode == "eager":
+            return
+        self.differ, free = agree_on_batch(self.spec, self.micro_batch, self.peers, self.captures)
+        self.parts = [with_numbers(part, self.differ) for part in self.parts]
+        self.micro_batch = self.parts[0]
+        self.spec = dataclasses.replace(InputSpec.of(self.micro_batch), free=free)
+        agree_on_values(self.micro_batch, self.peers, self.captures)
+
     def _within_device(self, source: Source) -> Source:
         """The program that fits into the memory that the devices have: this one, or where it does not and nobody has said how much it may
         take, the one that the search finds for what they have."""
@@ -252,7 +266,12 @@ class _Build:
     def _capture(self, used: list[str] | None) -> tuple[str, dict[str, Tensor]]:
         if self.config.mode == "eager":
             return eager_text(self.model, self.tensors, self.optimizer, used), {}
-        return self.captures.text(self.micro_batch)
+        try:
+            return self.captures.text(self.micro_batch)
+        except CaptureError as e:
+            if self.differ:
+                raise InterlaceError(no_input(next(iter(self.differ)), e)) from e
+            raise
 
     def _open_shapes(self) -> Shapes | None:
         """With several shapes, the example batch stands for the one that holds it."""
@@ -288,7 +307,7 @@ class _Build:
     # ---- values ----
 
     def _fill_parameters(self, states: States) -> None:
-        self._agree_on_values()
+        self._agree_on_tensors()
         weights = Weights(self.config.weights) if self.config.weights else None
         prefix = getattr(self.model, "base_model_prefix", None)
         missing: set[str] = set()
@@ -318,7 +337,7 @@ class _Build:
             weights.close()
         initialize(self.model, missing, self.config.seed, lambda name, value: states.fill_from(name, WEIGHT, value))
 
-    def _agree_on_values(self) -> None:
+    def _agree_on_tensors(self) -> None:
         """As in DDP, rank 0's values count; nothing is sent where all ranks have the same bits already."""
         if self.peers.size == 1:
             return

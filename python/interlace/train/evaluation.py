@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture.inputs import InputSpec, on_device
+from interlace.capture.inputs import InputSpec, Path, differing, numbers_in, on_device, path_name, with_numbers
 from interlace.capture.loss import outputs_of
 from interlace.capture.opaque import TOLD
 from interlace.capture.program import default_loss
@@ -65,6 +65,7 @@ class Evaluation:
         self._built: dict[Any, list[_Ready]] = {}  # for the ways that batches have taken so far
         self._undecided: set[str] = set()  # as in Captures
         self._calls = 0
+        self._numbers: dict[Path, torch.dtype] = {}  # of batches, that are inputs
         self.settle: Callable[[], None] = lambda: None
         self._rewriting = Rewriting(run)
 
@@ -79,8 +80,13 @@ class Evaluation:
         loss_fn = loss_fn or self.captures.loss_fn
         if isinstance(run.runner, EagerRunner):
             return self._run_eager(run.runner, batch, loss_fn)
+        self._numbers |= run.spec.numbers()
+        batch = with_numbers(batch, self._numbers)
         spec = dataclasses.replace(InputSpec.of(batch), free=run.spec.free)
-        self._agree(spec)
+        if differ := self._agree(spec):
+            self._numbers |= differ
+            batch = with_numbers(batch, differ)
+            spec = dataclasses.replace(InputSpec.of(batch), free=run.spec.free)
         trainable = tuple(p.requires_grad for p in run.model.parameters())
         out = tuple(state_name(s) for s in run.ir.states() if s["out"])
         tensors = tuple((t.name, t.dtype, t.shape) for t in spec.tensors)
@@ -94,7 +100,7 @@ class Evaluation:
             if isinstance(made, str):
                 return made
             kept.append(made)
-            other = other_way(made.ways, inputs, self.run.model)
+            other = other_way(made.ways, inputs, self.captures.buffer)
             places = {at for at in run.peers.exchange("ways of evaluation", "" if other is None else made.ways[other[0]]["at"]) if at}
             if len(kept) > MANY_WAYS:
                 places |= {way["at"] for way in made.ways}
@@ -111,7 +117,7 @@ class Evaluation:
 
     def _fitting(self, kept: list[_Ready], inputs: list[list[Tensor]]) -> _Ready | None:
         """The first that was made for the ways that this batch takes, on all ranks. Every rank must call it."""
-        mine = [int(other_way(ready.ways, inputs, self.run.model) is not None) for ready in kept]
+        mine = [int(other_way(ready.ways, inputs, self.captures.buffer) is not None) for ready in kept]
         if any(ready.ways for ready in kept):
             mine = self.run.peers.groups.largest(mine)
         return next((ready for ready, other in zip(kept, mine, strict=True) if not other), None)
@@ -120,10 +126,14 @@ class Evaluation:
         """The executors hold the connections of the ranks, and the states of the program that ran when they were made."""
         self._built.clear()
 
-    def _agree(self, spec: InputSpec) -> None:
+    def _agree(self, spec: InputSpec) -> dict[Path, torch.dtype]:
+        """Gives the numbers beside the tensors that differ between ranks."""
         self._calls += 1
-        everyone = self.run.peers.exchange(f"evaluation {self._calls}", describe(spec, self.run.row_ranks))
-        found = first_difference(everyone)
+        numbers = numbers_in(spec)
+        texts = {path_name(path): repr(x) for path, x in spec.fixed() if x is None or type(x) in (bool, str)}
+        mine = describe(spec, self.run.row_ranks) | texts | {path_name(path): "a number" for path in numbers}
+        everyone = self.run.peers.exchange(f"evaluation {self._calls}", (mine, {path_name(path): x for path, x in numbers.items()}))
+        found = first_difference([form for form, _ in everyone])
         if found is not None:
             wrong, name, theirs, ours = found
             raise PeerError(
@@ -131,6 +141,7 @@ class Evaluation:
                 "fill up the last batch, or leave it out on every rank",
                 wrong[0],
             )
+        return differing([values for _, values in everyone], numbers)
 
     def _build(self, batch: Any, loss_fn: LossFn | None, out: tuple[str, ...]) -> _Ready | str:
         run, programs, captures = self.run, self.run.programs, self.captures

@@ -8,8 +8,8 @@
 So are the ways that the model takes with a batch (capture/ways.py): a batch that takes another one has its program, captured when it is
 first met. What differs too often, or between ranks or micro-batches, is no way any more: what reads it cannot be captured then.
 
-So is the form of a batch: other sizes, None where there was a tensor, another number beside the tensors. A float that changes becomes an
-input of the program, where the model lets a tensor stand for it. Texts and numbers that nobody reads may be any (capture/unread.py).
+So is the form of a batch: other sizes, None where there was a tensor, another number or text beside the tensors. A number that changes
+becomes an input of the program, where the model lets a tensor stand for it. What nobody reads may be any (capture/unread.py).
 
 Requires_grad is followed beside it (refreeze.py), learning rates and the like by reading them at each step (hyper.py).
 """
@@ -23,19 +23,18 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from interlace.capture.effects import begins
-from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
+from interlace.capture.inputs import InputSpec, Path, differing, no_input, numbers_in, path_name, wider, with_numbers
 from interlace.capture.opaque import LOSS, TAIL, TOLD
 from interlace.capture.reach import MISSING
 from interlace.capture.unread import moved, unread
 from interlace.capture.watch import Change, Watch, buffer_name, describe
-from interlace.capture.ways import Way, buffers_in, other_way, ways_of
+from interlace.capture.ways import Way, buffer_of, buffers_in, other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, ProgramError, Source
@@ -57,32 +56,27 @@ NUMBERS = 2  # times that a number or size of another value is worth a capture
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Of a micro-batch that the program does not take, and why not. `floats`: beside the tensors, which have changed."""
+    """Of a micro-batch that the program does not take, and why not. `numbers`: beside the tensors, which have changed, with the dtypes that
+    stand for them; `differ`: whether they do between ranks."""
 
     spec: InputSpec
     why: str
-    floats: frozenset[Path]
+    numbers: dict[Path, torch.dtype]
+    differ: bool
 
 
 def _alike(before: InputSpec, after: InputSpec) -> bool:
-    """Whether batches of both forms may be one loop's: sizes, lengths of lists and numbers may differ, and None stand for a tensor. Entries
-    that are missing or new, another dtype or another string are mistakes more often."""
+    """Whether batches of both forms may be one loop's: sizes, lengths of lists, numbers and texts may differ, and None stand for a tensor.
+    Entries that are missing or new or another dtype are mistakes more often."""
     was, now = ({**{t.path: t.dtype for t in spec.tensors}, **dict(spec.fixed())} for spec in (before, after))
     if {path for path in was if not any(type(p) is int for p in path)} ^ {path for path in now if not any(type(p) is int for p in path)}:
         return False
     for path in was.keys() & now.keys():
         one, other = was[path], now[path]
-        numbers = all(type(x) in (int, float, bool) for x in (one, other))
+        numbers = all(type(x) in (int, float, bool) for x in (one, other)) or type(one) is type(other) is str
         if not (numbers or one is None or other is None or (type(one) is type(other) and one == other)):
             return False
     return True
-
-
-def _numbered(micro_batch: Any, floats: Collection[Path]) -> Any:
-    if not floats:
-        return micro_batch
-    found = {path: torch.tensor(x, dtype=torch.float64) for path, x in leaves(micro_batch) if path in floats and type(x) is float}
-    return rebuild(micro_batch, found) if found else micro_batch
 
 
 class Follow:
@@ -96,9 +90,9 @@ class Follow:
         self._turns: Counter[str] = Counter()  # programs captured for other ways, by the place that tells them apart
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
         self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
-        self._inputs: set[Path] = set()  # floats of a micro-batch that are inputs of the program
         self._read: set[str] = set()  # families of texts and numbers beside the tensors that the program depends on
         self._forms = 0  # that were captured
+        self._texts: set[str] = set()  # beside the tensors, that programs were captured for
         self._evaluated = ""  # the state of the model in evaluations, where the next step will follow it
         self.watch = Watch(captures.model, captures.loss_fn)
         self.values = Values(run, captures.model, self.watch)
@@ -133,7 +127,7 @@ class Follow:
         if rest:
             self._agree(rest)
         if rest or form is not None:
-            numbers = {c.where for c in rest if type(c.before) is float and type(c.after) is float and _may_be_input(c.where)}
+            numbers = {c.where for c in rest if all(type(x) in (int, float) for x in (c.before, c.after)) and _may_be_input(c.where)}
             before, spec = self._key(self.watch), self.run.spec
             self._look(lend=False)
             try:
@@ -165,11 +159,12 @@ class Follow:
     # ---- batches of other forms ----
 
     def numbered(self, batch: Any) -> Any:
-        """A step's batch with tensors in the places of the floats that are inputs."""
-        if not self._inputs:
+        """A step's batch with tensors in the places of the numbers that are inputs."""
+        inputs = self.run.spec.numbers()
+        if not inputs:
             return batch
         count = self.run.config.accumulation
-        parts = [_numbered(part, self._inputs) for part in batches.micro_batches(self.run.spec, batch, count)]
+        parts = [with_numbers(part, inputs) for part in batches.micro_batches(self.run.spec, batch, count)]
         return parts if count > 1 else parts[0]
 
     def other_form(self, batch: Any, error: CaptureError) -> Any:
@@ -192,16 +187,20 @@ class Follow:
         spec, *others = (dataclasses.replace(s, free=run.spec.free) for s in (spec, *others))
         if not _alike(run.spec, spec) or any((other.tensors, other.fixed()) != (spec.tensors, spec.fixed()) for other in others):
             raise error
-        before, after = dict(run.spec.fixed()), dict(spec.fixed())
-        changed = {path for path, x in after.items() if type(x) is type(before.get(path)) is float and repr(x) != repr(before[path])}
-        self._agree_on_form(spec, error)
+        before, after = dict(run.spec.fixed()), numbers_in(spec)
+        changed = {p: wider(x, before[p]) for p, x in after.items() if type(before.get(p)) in (int, float) and repr(x) != repr(before[p])}
+        differ = self._agree_on_form(spec, error)
+        if any(type(x) is str and before[path] != x for path, x in spec.fixed() if type(before.get(path)) is str):
+            self._texts.add(repr([x for _, x in spec.fixed() if type(x) is str]))
+            if len(self._texts) > KEPT:
+                raise error
         self._forms += 1
         why = str(error).partition(";")[0]
         if " the constant " in why:
             why += ", which is best left out of the batch where nothing reads it"
         elif self._forms == MANY_FORMS:
             why += "; with Config(shapes=..., pad=...) few programs are enough"
-        self.follow(batch, Form(spec, why, frozenset(changed)))
+        self.follow(batch, Form(spec, why, {**changed, **differ}, bool(differ)))
         return self.numbered(batch)
 
     def _free(self, spec: InputSpec, micro_batch: Any, error: CaptureError) -> None:
@@ -223,16 +222,19 @@ class Follow:
         except PeerError as e:
             raise PeerError(f"{e}; rank {peers.rank} asked because {str(error).partition(';')[0]}; {SIZES}", e.rank) from e
 
-    def _agree_on_form(self, spec: InputSpec, error: CaptureError) -> None:
-        run = self.run
-        beside = {f"{path_name(path)}, beside the tensors,": repr(value) for path, value in spec.fixed()}
-        everyone = self._exchange("form of the batch", {**batches.describe(spec, run.row_ranks), **beside}, error)
-        found = first_difference(everyone)
+    def _agree_on_form(self, spec: InputSpec, error: CaptureError) -> dict[Path, torch.dtype]:
+        """Gives the numbers beside the tensors that differ between ranks."""
+        run, numbers = self.run, numbers_in(spec)
+        beside = {f"{path_name(path)}, beside the tensors,": repr(value) for path, value in spec.fixed() if path not in numbers}
+        mine = {**batches.describe(spec, run.row_ranks), **beside}, {path_name(path): x for path, x in numbers.items()}
+        everyone = self._exchange("form of the batch", mine, error)
+        found = first_difference([form for form, _ in everyone]) or first_difference([dict.fromkeys(names, "") for _, names in everyone])
         if found is not None:
             other, name, theirs, ours = found
             raise InterlaceError(
                 f"batch entry {name} is {theirs} on {ranks_text(other)} and {ours} on rank 0 before step {run.steps}; {SIZES}"
             )
+        return differing([names for _, names in everyone], numbers)
 
     def after_step(self) -> None:
         """What opaque modules have changed of themselves in the step is no change between two steps; a loss function's Python may change
@@ -259,7 +261,7 @@ class Follow:
         where it raises on that way."""
         run = self.run
         while ways := self._ways():
-            other = other_way(ways, inputs, self.captures.model)
+            other = other_way(ways, inputs, self._buffer)
             if run.peers.groups.largest([int(other is not None)]) == [0]:
                 return
             mine = [None, "", []] if other is None else [other[0], ways[other[0]]["at"], other[1]]
@@ -277,6 +279,12 @@ class Follow:
             self.captures.undecided.update(places)
             why = f"what {', '.join(places)} reads of a batch differs {'too often' if one else 'between ranks or micro-batches'}"
             self._again(why, self._key(self.watch), batch, set(), ways)
+
+    def _buffer(self, name: str) -> Tensor:
+        """The model's, or one that stands for a number."""
+        if name not in self.captures.numbers:
+            return buffer_of(self.captures.model, name)
+        return self.run.executor.tensor(next(b["value"] for b in self.run.ir.buffers() if b["name"] == name))
 
     def _ways(self) -> list[Way]:
         if self._known[0] is not self.run.ir:
@@ -300,8 +308,11 @@ class Follow:
     def _write(self, c: Change) -> bool:
         """Whether the change is a value that goes into a buffer of the program, which is done then."""
         buffers = {b["name"]: b["value"] for b in self.run.ir.buffers()}
-        if isinstance(c.after, (int, float)) and c.where in buffers and c.where in self.captures.numbers:
-            self.run.executor.tensor(buffers[c.where]).fill_(float(c.after))
+        if type(c.after) in (int, float) and c.where in buffers and c.where in self.captures.numbers:
+            storage = self.run.executor.tensor(buffers[c.where])
+            if type(c.after) is float and not storage.is_floating_point():
+                return False
+            storage.fill_(c.after)
             return True
         pairs = _pairs(c.before, c.after)
         alike = all(isinstance(a, Tensor) and isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape) for _, a, b in pairs)
@@ -357,7 +368,8 @@ class Follow:
         if place is not None:
             self._turns[place] += 1
         log.warning("step %d: compiling again, because %s", run.steps, why)
-        micro_batch = _numbered(run.example(batch), self._inputs)
+        inputs = run.spec.numbers()
+        micro_batch = with_numbers(run.example(batch), inputs)
         trained = self._trained()
         self.captures.trained |= trained
 
@@ -385,9 +397,9 @@ class Follow:
                 self._use(built)
         if form is not None:  # which of them have become inputs
             named = {i["name"] for i in run.ir.inputs()}
-            self._inputs |= {path for path in form.floats if path_name(path) in named}
-        if form is not None or self._inputs:
-            run.spec = dataclasses.replace(InputSpec.of(_numbered(micro_batch, self._inputs)), free=run.spec.free)
+            inputs |= {path: dtype for path, dtype in form.numbers.items() if path_name(path) in named}
+        if form is not None or inputs:
+            run.spec = dataclasses.replace(InputSpec.of(with_numbers(micro_batch, inputs)), free=run.spec.free)
         self.values.fill()
         buffers = {b["name"]: b["value"] for b in run.ir.buffers()}
         values = self.watch.numbers()
@@ -399,9 +411,12 @@ class Follow:
     def _text(self, micro_batch: Any, numbers: set[str], form: Form | None = None) -> tuple[str, dict[str, Tensor]]:
         """With buffers in place of these numbers too, and inputs in place of those of the batch, where the model lets tensors stand for
         them. Rank 0 only."""
-        if form is not None and form.floats:
-            with contextlib.suppress(CaptureError):
-                return self._text(_numbered(micro_batch, form.floats), numbers)
+        if form is not None and form.numbers:
+            try:
+                return self._text(with_numbers(micro_batch, form.numbers), numbers)
+            except CaptureError as e:
+                if form.differ:
+                    raise InterlaceError(no_input(next(iter(form.numbers)), e)) from e
         if numbers:
             known = set(self.captures.numbers)
             self.captures.numbers |= numbers
@@ -430,7 +445,8 @@ class Follow:
 
     def _key(self, watch: Watch) -> str:
         """Of all that is watched but what programs read from buffers."""
-        state = "\n".join(f"{where}={value}" for where, value in watch.state() if where not in self.captures.numbers)
+        numbers, kinds = self.captures.numbers, {where: type(x).__name__ for where, x in watch.numbers().items()}
+        state = "\n".join(f"{where}={kinds.get(where) if where in numbers else value}" for where, value in watch.state())
         state += repr((self.run.spec.tensors, self.run.spec.fixed()))
         return hashlib.sha256(state.encode()).hexdigest()
 

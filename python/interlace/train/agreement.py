@@ -1,0 +1,106 @@
+"""What is no tensor and differs between ranks when a run begins: the program is rank 0's, and would have rank 0's value on every rank.
+
+    a number of the batch (mixup's weight)                   an input of the program
+    another thing of the batch, an attribute, a closure      whatever it is, where nobody reads it; else refused by name
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from interlace.capture.inputs import InputSpec, Path, differing, family, path_name
+from interlace.capture.opaque import TOLD
+from interlace.capture.unread import unread
+from interlace.capture.watch import Change, Watch
+from interlace.compiling.captures import Captures
+from interlace.dist.peers import PeerError, Peers, ranks_text
+
+_PLAIN = (type(None), bool, int, float, str)
+_EACH = 8  # places that are tried one by one
+
+
+def agree_on_batch(
+    spec: InputSpec, micro_batch: Any, peers: Peers, captures: Captures
+) -> tuple[dict[Path, torch.dtype], frozenset[str]]:  # fmt: skip
+    """The numbers beside the tensors that are to be inputs, and the families of what nobody reads. Every rank must call it."""
+    mine = {path_name(p): x for p, x in spec.constants if type(x) in _PLAIN}
+    everyone = peers.exchange("batch beside the tensors", mine)
+    names = _differing(everyone)
+    if not names:
+        return {}, spec.free
+    paths = {path_name(p): p for p, _ in spec.constants}
+    some = {family(paths[name]) for name in names if name in paths}
+    free = unread(micro_batch, some, captures.traced) if peers.rank == 0 else set()
+    free = set(peers.exchange("batch beside the tensors that is read", sorted(free))[0])
+    names = [name for name in names if name not in paths or family(paths[name]) not in free]
+    for name in names:
+        if not {type(theirs.get(name)) for theirs in everyone} <= {int, float}:
+            _refuse(f"batch entry '{name}', beside the tensors,", name, everyone, 'make it a tensor, or take mode="eager"')
+    return differing(everyone, [paths[name] for name in names]), frozenset(free)
+
+
+def agree_on_values(micro_batch: Any, peers: Peers, captures: Captures) -> None:
+    """Of the model and the loss function: what Python would read. Every rank must call it."""
+    places = {c.where: c for c in Watch(captures.model, captures.loss_fn).values() if type(c.before) in _PLAIN}
+    mine = {where: c.before for where, c in places.items()}
+    digest = hashlib.sha256(repr(sorted(mine.items(), key=lambda item: item[0])).encode()).hexdigest()
+    if len(set(peers.exchange("values beside the tensors", digest))) == 1:
+        return
+    everyone = [{where: x for where, x in theirs.items() if where in mine} for theirs in peers.exchange("values that differ", mine)]
+    names = [name for name in _differing(everyone) if all(name in theirs for theirs in everyone)]
+    read = _read(micro_batch, {name: (places[name], everyone) for name in names}, captures) if peers.rank == 0 else []
+    for name in peers.exchange("values that are read", read)[0]:
+        _refuse(name, name, everyone, "put it into the batch, whose numbers may differ")
+
+
+def _differing(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = sorted({name for theirs in everyone for name in theirs})
+    return [name for name in names if any(repr(theirs.get(name)) != repr(everyone[0].get(name)) for theirs in everyone)]
+
+
+def _refuse(what: str, name: str, everyone: Sequence[Mapping[str, Any]], other: str) -> None:
+    said = [repr(theirs[name]) if name in theirs else "missing" for theirs in everyone]
+    ranks = [rank for rank, x in enumerate(said) if x != said[0]]
+    ranks = [rank for rank in ranks if said[rank] == said[ranks[0]]]
+    raise PeerError(
+        f"{what} is {said[ranks[0]]} on {ranks_text(ranks)} and {said[0]} on rank 0, and what is computed depends on it; give all ranks the "
+        f"same, {other}", ranks[0],
+    )  # fmt: skip
+
+
+def _read(micro_batch: Any, places: dict[str, tuple[Change, list[dict[str, Any]]]], captures: Captures) -> list[str]:
+    """Those of the places that the program depends on: with the values of other ranks there it is another one. Rank 0 only."""
+
+    def text(names: Sequence[str]) -> str | None:
+        for name in names:
+            place, everyone = places[name]
+            place.put(next(theirs[name] for theirs in everyone if repr(theirs[name]) != repr(place.before)))
+        try:
+            return _bare(captures.traced(micro_batch)[0])
+        except Exception:
+            return None
+        finally:
+            for name in names:
+                places[name][0].put(places[name][0].before)
+
+    expected = text([])
+    if expected is None or text(list(places)) == expected:  # what cannot be captured is said where it is captured
+        return []
+    found = [name for name in places if text([name]) != expected] if len(places) <= _EACH else []
+    return found or list(places)
+
+
+def _bare(text: str) -> str:
+    """What a program computes, without what it hands to Python, lines of code and numbers of values."""
+    known: dict[str, str] = {}
+    lines = []
+    for line in text.partition("\nphase ")[2].splitlines():
+        if f'"{TOLD}"' not in line and not line.startswith("  output("):
+            bare = re.sub(r" \{[^{}]*\}$", "", line)
+            lines.append(re.sub(r"%\d+", lambda m: known.setdefault(m[0], f"%{len(known)}"), bare))
+    return "\n".join(lines)
