@@ -248,28 +248,40 @@ def test_a_captured_text_of_another_start(tmp_path: Any) -> None:
 class Codes(nn.Module):
     """Counts in buffers, and keeps how evenly codes are used for whoever looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, anew: bool) -> None:
         super().__init__()
-        self.layer, self.evenness = nn.Linear(8, 4), None
+        self.layer, self.evenness, self.anew = nn.Linear(8, 4), None, anew
         self.register_buffer("used", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
         with torch.no_grad():
-            self.used += F.one_hot(y.argmax(1), 4).float().sum(0)
+            used = self.used + F.one_hot(y.argmax(1), 4).float().sum(0)
+            if self.anew:  # another tensor in the buffer's place
+                self.used = used
+            else:
+                self.used.copy_(used)
             self.evenness = (self.used / self.used.sum()).var()
             self.first = y.detach()[0]
         return y
 
 
-def test_what_a_model_keeps_for_a_script() -> None:
-    """Attributes that are None, or missing, before the first step."""
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_model_keeps_for_a_script(reads: bool, anew: bool) -> None:
+    """Attributes that are None, or missing, before the first step; `reads`: beside a number that the loss function logs."""
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model, seen = Codes(), []
+        model, seen, logged = Codes(anew), [], []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        loss_fn = lambda model, b: F.cross_entropy(model(b["x"]), b["y"])  # noqa: E731
+
+        def loss_fn(model: nn.Module, b: dict[str, Tensor], logged: list[float] = logged) -> Tensor:
+            loss = F.cross_entropy(model(b["x"]), b["y"])
+            if reads:
+                logged.append(loss.item())
+            return loss
+
         trainer = interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off")) if compiled else None
         for step in range(4):
             if trainer is None:
@@ -279,8 +291,8 @@ def test_what_a_model_keeps_for_a_script() -> None:
             else:
                 trainer.step(batch(step))
             seen += [model.evenness.clone(), model.first.clone()]
-        found.append([*seen, model.used.clone()])
-        if trainer is not None:
+        found.append([*seen, model.used.clone(), torch.tensor(logged[-4 * reads :])])
+        if trainer is not None and not reads:
             assert [row["why"] for row in trainer.summary()["opaque"]] == ["tensors are kept for the script"]
     torch.testing.assert_close(found[0], found[1])
 
@@ -487,7 +499,7 @@ def test_an_evaluation_between_steps_is_no_change(caplog: Any) -> None:
 def staged() -> tuple[list[float], str]:
     """What a model keeps is nothing that a pipeline could not be made of; numbers are read by no stage."""
     torch.manual_seed(0)
-    model = nn.Sequential(Codes(), nn.Tanh(), nn.Linear(4, 4))
+    model = nn.Sequential(Codes(False), nn.Tanh(), nn.Linear(4, 4))
     settings = interlace.Config(mesh={"pp": 2}, accumulation=2, cache="off")
     with interlace.compile(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).square().mean(), batch(0)["x"], settings) as trainer:
         losses = [trainer.step(batch(0)["x"]).item()]

@@ -142,6 +142,22 @@ class Stored:
                 yield declared, now, where
 
 
+@contextlib.contextmanager
+def kept_places(model: nn.Module) -> Iterator[None]:
+    """Tensors of the model's places, those in lists, dicts and tuples too, are in them afterwards whatever is put there meanwhile."""
+    tables = [table for m in model.modules() for table in (m._parameters, m._buffers, vars(m))]
+    found = [(table, name, value, copy.copy(items_of(value))) for table in tables for name, value in table.items()]
+    there = [x for x in found if isinstance(x[2], Tensor) or any(isinstance(t, Tensor) for _, t in x[3])]
+    try:
+        yield
+    finally:
+        for table, name, value, items in there:
+            table[name] = value
+            if isinstance(value, (list, dict)) and [(k, id(t)) for k, t in items_of(value)] != [(k, id(t)) for k, t in items]:
+                value.clear()
+                value.extend(t for _, t in items) if isinstance(value, list) else value.update(items)
+
+
 def _without_fakes(x: Any, real: Callable[[Tensor], Tensor | None]) -> Any:
     """The value with real tensors in place of fake ones, zeros where nobody knows what they hold, to trace with; MISSING when it holds others
     than containers. Functions stay as they are: hooks that a model puts on its modules when it first runs."""

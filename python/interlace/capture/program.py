@@ -316,16 +316,22 @@ def _watched(
             if not trace.begun:
                 raise
             _run_again(trace, again, loss_fn, batch, [c for c in values if c not in trace.begun], real, kept, many)
-    if trace.recorder.reads.taken or trace.begun:
-        return _telling(trace, again, run)
+    begun, read = trace.begun, bool(trace.recorder.reads.taken or trace.begun)
     seen = [c for c in values if trace.recorder.reads.allowed and (new := kept_of(c)) and any(real(t) is None for t in new)]
-    trace.begun = [c for c in seen if c.owner is None or not in_library(trace, c.owner)]
-    try:
-        trace = _telling(trace, again, run) if trace.begun else trace
-    except CaptureError as e:  # only somebody else would look at it
-        log.warning("%s keeps tensors of a step, which none of the compiled steps does: %s", trace.begun[0].where, e.__cause__ or e)
-    trace.begun = []
-    return trace
+    seen = [c for c in seen if c not in begun and (c.owner is None or not in_library(trace, c.owner))]
+    found = None
+    if seen:
+        trace.begun, opened = [*begun, *seen], set(trace.recorder.reads.open)
+        try:
+            found = _telling(trace, again, run)
+        except CaptureError as e:  # only somebody else would look at it
+            log.warning("%s keeps tensors of a step, which none of the compiled steps does: %s", seen[0].where, e.__cause__ or e)
+            trace.recorder.reads.open = opened
+        trace.begun = begun
+    if found is None:
+        found = _telling(trace, again, run) if read else trace
+    found.begun = begun
+    return found
 
 
 def in_library(trace: Trace, path: str) -> bool:

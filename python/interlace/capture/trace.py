@@ -19,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from interlace.capture.casts import Casts, regions_of
 from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants, NotConstant
-from interlace.capture.effects import Stored, alike_tensors, generators
+from interlace.capture.effects import Stored, alike_tensors, generators, kept_places
 from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
@@ -374,7 +374,7 @@ class Trace:
         begin = max(rec.value_of(t) for t in operands), len(rec.lines), rec._next_stream  # their views are there by now
         objects: list[Any] = [*rec._entries.values(), *rec._storages.values()]
         known = [(x, {name: getattr(x, name) for name in x.__slots__}) for x in objects]
-        with torch.no_grad():
+        with torch.no_grad(), kept_places(self.model):
             numbers = list(numbers_in(told.again(telling.results, batch, opened)))
         rec.lines[begin[1] :], rec._next_stream = [], begin[2]
         for x, values in known:  # what that run has written is as it was
