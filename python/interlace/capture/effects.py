@@ -145,7 +145,7 @@ class Stored:
 @contextlib.contextmanager
 def kept_places(model: nn.Module) -> Iterator[None]:
     """Tensors of the model's places, those in lists, dicts and tuples too, are in them afterwards whatever is put there meanwhile."""
-    tables = [table for m in model.modules() for table in (m._parameters, m._buffers, vars(m))]
+    tables: list[dict[str, Any]] = [table for m in model.modules() for table in (m._parameters, m._buffers, vars(m))]
     found = [(table, name, value, copy.copy(items_of(value))) for table in tables for name, value in table.items()]
     there = [x for x in found if isinstance(x[2], Tensor) or any(isinstance(t, Tensor) for _, t in x[3])]
     try:
