@@ -51,8 +51,8 @@ def branches(y):
     return -y
 
 
-def reads_item(y):
-    return y * y.max().item()
+def reads_list(y):
+    return y * y.max(-1).values.tolist()[0]
 
 
 def loops(y):
@@ -61,7 +61,7 @@ def loops(y):
     return y
 
 
-@pytest.mark.parametrize(("function", "offset"), [(branches, 1), (reads_item, 1), (loops, 1)])
+@pytest.mark.parametrize(("function", "offset"), [(branches, 1), (reads_list, 1), (loops, 1)])
 def test_reading_a_value(function, offset):
     model = nn.Sequential(nn.Linear(4, 4), Net(function))
     fails(

@@ -3,6 +3,8 @@
     batch["step"] is 3      while traced: a tensor, int64, an input of the program
     batch["step"] / 10      float64, as Python has it, and not the default dtype
     min(1.0, ...)           torch.minimum; math.exp(...) is torch.exp: both would read what is in them
+
+So is what Python reads of a step and computes with, where nothing else will do: `loss / mask.sum().item()`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.capture.constants import Constants
 
@@ -77,3 +81,56 @@ def math_of_numbers(constants: Constants) -> Iterator[None]:
         builtins.min, builtins.max = bounds
         for name, function in before.items():
             setattr(math, name, function)
+
+
+@contextlib.contextmanager
+def standing(constants: Constants, stands: dict[str, dict[str, Any]]) -> Iterator[None]:
+    """`x.item()`, `int(x)` and `float(x)` of the user's lines `stands` give tensors that stand for the numbers: `loss / mask.sum().item()`.
+    By the globals of the code there, whose names for Python's types are others meanwhile."""
+    item = torch.Tensor.item
+
+    def here(t: Any) -> bool:
+        frame = sys._getframe(2)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return place in stands and isinstance(t, FakeTensor) and t.numel() == 1 and not constants.knows(t)
+
+    def number(t: Tensor, kind: type | None) -> Tensor:
+        t = t.detach().reshape(())
+        if kind is float or (kind is None and t.is_floating_point()):
+            t = t.double()
+        elif t.dtype != torch.bool or kind is int:
+            t = (t.trunc() if t.is_floating_point() else t).long()
+        constants.numbers[id(t)] = t
+        return t
+
+    def of_item(t: Tensor) -> Any:
+        return number(t, None) if here(t) else item(t)
+
+    def of_type(base: Any) -> type:
+        class Kind(type):
+            def __instancecheck__(cls, x: Any) -> bool:
+                return isinstance(x, base)
+
+            def __subclasscheck__(cls, other: type) -> bool:
+                return issubclass(other, base)
+
+            def __call__(cls, *args: Any, **named: Any) -> Any:
+                return number(args[0], base) if len(args) == 1 and here(args[0]) else base(*args, **named)
+
+        return Kind(base.__name__, (base,), {})
+
+    names = {base.__name__: of_type(base) for base in (int, float)} if stands else {}
+    spaces = list({id(space): space for space in stands.values()}.values())
+    own = [(space, {name: space[name] for name in names if name in space}) for space in spaces]
+    try:
+        if stands:
+            torch.Tensor.item = of_item  # type: ignore[method-assign, assignment]
+        for space, known in own:
+            space.update({name: kind for name, kind in names.items() if name not in known})
+        yield
+    finally:
+        if stands:
+            del torch.Tensor.item  # type: ignore[misc]
+        for space, known in own:
+            for name in names.keys() - known.keys():
+                space.pop(name, None)

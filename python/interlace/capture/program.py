@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
 
 from interlace.capture import caches
 from interlace.capture.attention import OneAttention, attention_with_dropout
@@ -27,7 +28,7 @@ from interlace.capture.loss import LossForm
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
 from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
-from interlace.capture.reads import TURNS, Hidden, Telling, around, depends
+from interlace.capture.reads import TURNS, Depends, Hidden, Telling, around
 from interlace.capture.real_run import Resized, grow
 from interlace.capture.rewrites import Written
 from interlace.capture.sites import OUTSIDE, is_installed
@@ -40,6 +41,7 @@ from interlace.capture.written import WrittenAttention
 from interlace.errors import CaptureError
 
 log = logging.getLogger("interlace")
+_STAND = 16  # lines where tensors stand for what is read
 Tensor = torch.Tensor
 
 
@@ -190,11 +192,13 @@ def _whole(
     calls: dict[str, list[OpaqueCall]] = {}
     opaque: dict[str, str] = {}  # paths, with the reasons
     holds: set[str] = set()  # places of assertions
+    stands: dict[str, dict[str, Any]] = {}  # places where tensors stand for what is read
+    refused: tuple[Trace, CaptureError] | None = None  # without them
     while True:
 
         def trace() -> Trace:
             found = Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided, trained, rewrites)  # noqa: B023
-            found.recorder.reads.holds = holds
+            found.recorder.reads.holds, found.recorder.reads.stands = holds, stands
             return found
 
         found = trace()
@@ -206,22 +210,28 @@ def _whole(
         except (FrozenWritten, Resized, Written):
             raise
         except CaptureError as e:
-            if written.left_out():
+            more = isinstance(e, Depends) and e.space is not None and e.place not in stands and len(stands) < _STAND
+            if more and found.recorder.reads.allowed:
+                refused, stands[e.place] = refused or (found, e), e.space  # type: ignore[attr-defined]
                 continue
+            (found, error), refused = refused or (found, e), None
+            stands.clear()
             reads, ours = found.recorder.reads, (CaptureError, DataDependentOutputException, type(None))
-            if reads.last and reads.last not in holds and not isinstance(e.__cause__, ours):  # the user's own code raises
+            if reads.last and reads.last not in holds and not isinstance(error.__cause__, ours):  # the user's own code raises
                 holds.add(reads.last)
+                continue
+            if not isinstance(error, Depends) and written.left_out():
                 continue
             path = found.sites.failed
             if path is None or path == OUTSIDE:
                 path = LOSS if TAIL in opaque else TAIL
-            around = isinstance(e, CalledOtherwise) and path in opaque and path not in ("", LOSS, TAIL)
-            if fullgraph or symbolic or isinstance(e, LossForm) or (path in opaque and not around) or casts.param is not None:
-                raise
+            around = isinstance(error, CalledOtherwise) and path in opaque and path not in ("", LOSS, TAIL)
+            if fullgraph or symbolic or isinstance(error, LossForm) or (path in opaque and not around) or casts.param is not None:
+                raise (CaptureError(str(error)) if type(error) is Depends else error) from error.__cause__
             if around:
                 path, reason = path.rpartition(".")[0], opaque[path]
             else:
-                reason = str(e).partition(" (.item()")[0].partition("; ")[0]
+                reason = str(error).partition(" (.item()")[0].partition("; ")[0]
         while True:
             opaque = _with(opaque, path, reason)
             try:
@@ -264,6 +274,8 @@ def _watched(
     with kept_generators():
         changes = run(trace)
         drew = trace.drew
+    if stand_in := next((c for c in changes if any(id(x) in trace.constants.numbers for x in tree_leaves(c.after))), None):
+        raise CaptureError(f"{stand_in.where} keeps a number that is computed with")
     assert generators() == before
     if drew:
         with kept_generators():
@@ -394,7 +406,7 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
     if trace.begun:
         raise CaptureError(f"{refusal(trace.begun)}{why}")
     trace.sites.failed = reads.taken[place][0]
-    raise CaptureError(depends(place, trace.module()) + why)
+    raise Depends(place, trace.module(), reads.spaces.get(place), why)
 
 
 def _hooked(module: nn.Module) -> bool:

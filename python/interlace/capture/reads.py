@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from interlace.capture.constants import NotConstant
 from interlace.capture.functional import draws, op_info
 from interlace.capture.inputs import leaves, path_name, rebuild
+from interlace.capture.numbers import standing
 from interlace.capture.sites import OUTSIDE, TORCH, Sites, is_user_file
 from interlace.capture.watch import plain
 from interlace.capture.ways import Ways
@@ -49,13 +50,24 @@ def depends(place: str, module: str) -> str:
     )
 
 
+class Depends(CaptureError):
+    """What is computed depends on a number that is read at `place`, by code with these globals (`space`)."""
+
+    def __init__(self, place: str, module: str, space: dict[str, Any] | None = None, why: str = "") -> None:
+        super().__init__(depends(place, module) + why)
+        self.place, self.space = place, space
+
+
 class Reads:
-    """Of one trace. `turn`: the set of numbers that it goes on with, at these `places` (None: all); elsewhere the first one."""
+    """Of one trace. `turn`: the set of numbers that it goes on with, at these `places` (None: all); elsewhere the first one. `stands`: places
+    where tensors stand for the numbers, with the globals of the code there."""
 
     def __init__(self, sites: Sites, ways: Ways) -> None:
         self.sites, self.ways, self.allowed, self.turn, self.count = sites, ways, False, 0, 0
         self.places: Collection[str] | None = None
         self.taken: dict[str, tuple[str | None, bool]] = {}  # the module, and whether it is a truth value, by "/home/.../train.py:12"
+        self.stands: dict[str, dict[str, Any]] = {}
+        self.spaces: dict[str, dict[str, Any]] = {}  # globals of the code at the places of `taken`
         self.open: set[str] = set()  # modules
         self.holds: set[str] = set()  # instructions whose truth values the trace goes on with as true
         self.last = ""  # of a truth value
@@ -78,6 +90,7 @@ class Reads:
             logging.disable(logging.CRITICAL)
         place, number, stack = f"{frame.f_code.co_filename}:{frame.f_lineno}", self.count % 32, self.sites.stack_paths
         self.count += 1
+        self.spaces[place] = frame.f_globals
         self.taken.setdefault(place, (stack[-1] if stack else OUTSIDE, t.dtype == torch.bool))
         self.open.update(path for path in stack if path != OUTSIDE)
         turn = self.turn if self.places is None or place in self.places else 0
@@ -96,6 +109,7 @@ def reading(reads: Reads) -> Iterator[None]:
     """numpy(), tolist() and format() of fake tensors, which would read element by element or not at all; and what is printed and logged of
     numbers that are none goes nowhere."""
     numpy, tolist, form, level, out = torch.Tensor.numpy, FakeTensor.tolist, torch.Tensor.__format__, logging.root.manager.disable, sys.stdout
+    item = torch.Tensor.item
     until = types.SimpleNamespace(write=lambda text: len(text) if reads.count else out.write(text), flush=out.flush, isatty=out.isatty)
 
     def to_numpy(t: Any, **more: Any) -> Any:
@@ -104,12 +118,12 @@ def reading(reads: Reads) -> Iterator[None]:
         raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
     def to_format(t: Any, spec: str) -> str:
-        return format(t.item(), spec) if isinstance(t, FakeTensor) and not t.dim() else form(t, spec)
+        return format(item(t), spec) if isinstance(t, FakeTensor) and not t.dim() else form(t, spec)
 
     try:
         torch.Tensor.numpy, torch.Tensor.__format__ = to_numpy, to_format  # type: ignore[method-assign, assignment]
-        FakeTensor.tolist = lambda t: to_numpy(t).tolist() if t.dim() else t.item()  # type: ignore[method-assign, assignment]
-        with contextlib.redirect_stdout(until):  # type: ignore[type-var]
+        FakeTensor.tolist = lambda t: to_numpy(t).tolist() if t.dim() else item(t)  # type: ignore[method-assign, assignment]
+        with contextlib.redirect_stdout(until), standing(reads.ways.constants, reads.stands):  # type: ignore[type-var]
             yield
     finally:
         del torch.Tensor.numpy  # type: ignore[misc]

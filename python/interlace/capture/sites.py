@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,16 @@ def user_place(traceback: TracebackType | None) -> str:
             place = f"{filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
+
+
+def user_globals(traceback: TracebackType | None) -> dict[str, Any] | None:
+    """Of the code at that place."""
+    found = None
+    while traceback is not None:
+        if is_user_file(traceback.tb_frame.f_code.co_filename):
+            found = traceback.tb_frame.f_globals
+        traceback = traceback.tb_next
+    return found
 
 
 def line_now() -> str:

@@ -26,11 +26,11 @@ from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.loss import LossForm, outputs_of
 from interlace.capture.model_tensors import OWN_HOOK, ModelTensor, device_type, in_memory_order, make_fake, shares, swapped
 from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn, tensor_leaves, told_call
-from interlace.capture.reads import Hidden, Telling, Told, depends, numbers_in, reading
+from interlace.capture.reads import Depends, Hidden, Telling, Told, numbers_in, reading
 from interlace.capture.real_run import Resized, refuse_empty, resized
 from interlace.capture.recorder import Recorder
 from interlace.capture.rewrites import Rewrites, Written, leaves_of
-from interlace.capture.sites import OUTSIDE, Sites, line_now, user_place
+from interlace.capture.sites import OUTSIDE, Sites, line_now, user_globals, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
 from interlace.capture.tracing import (
@@ -434,7 +434,7 @@ class Trace:
                 raise
             raise kind(f"{place}: {e}{self.module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
-            raise CaptureError(depends(user_place(e.__traceback__) or what, self.module())) from e
+            raise Depends(user_place(e.__traceback__) or what, self.module(), user_globals(e.__traceback__)) from e
         except DynamicOutputShapeException as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(

@@ -1,0 +1,76 @@
+"""Numbers that Python reads of a step and computes with: tensors of the program stand for them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import interlace
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(8, 8, generator=g), "y": torch.randint(4, (8,), generator=g)}
+
+
+def weighed(kept: list[Any]) -> Any:
+    """Numbers that are computed with are tensors of the program, beside others that are handed on."""
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        out = model(b["x"])
+        some = b["y"] > 1
+        loss = (F.cross_entropy(out, b["y"], reduction="none") * some).sum() / max(1, int(some.sum()))
+        size = out.square().mean()
+        kept.append(size.item())
+        share = loss.item() / (float(size) + 1e-8)
+        return loss + 0.1 * share * size * (1 + math.exp(-share))
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_computed_with_them_is_computed(size: int) -> None:
+    for losses, expected, kept in ranks.run(weights, size):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert len(kept) == 5 and all(type(x) is float for x in kept)
+
+
+def weights() -> tuple[list[float], list[float], list[Any]]:
+    rank, size = parity.rank_and_size()
+    torch.manual_seed(0)
+    model, kept = nn.Linear(8, 4).double(), list[Any]()
+    other = copy.deepcopy(model)
+    wide = lambda i: {n: x.double() if n == "x" else x for n, x in batch(i).items()}  # noqa: E731
+    optimizer, expected, loss_fn = torch.optim.SGD(other.parameters(), lr=0.1), [], weighed([])
+    for step in range(5):
+        losses = [loss_fn(other, wide(size * step + r)) / size for r in range(size)]
+        optimizer.zero_grad()
+        sum(losses).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        expected.append(sum(float(x.detach()) for x in losses))
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=60)
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), weighed(kept), wide(rank), settings) as trainer:
+        return [parity.mean_over_ranks(trainer.step(wide(size * step + rank))) for step in range(5)], expected, kept
+
+
+def test_a_number_that_is_computed_with_and_kept() -> None:
+    model, kept = nn.Linear(8, 4), list[Any]()
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        kept.append(share := loss.item())
+        return loss * share
+
+    with pytest.raises(CaptureError, match=r"test_numbers\.py:\d+: the model reads a tensor's value"):
+        interlace.compile(model, torch.optim.SGD(model.parameters()), loss_fn, batch(0), interlace.Config(cache="off"))
