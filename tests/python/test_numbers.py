@@ -34,7 +34,7 @@ def weighed(kept: list[Any]) -> Any:
         size = out.square().mean()
         kept.append(size.item())
         share = loss.item() / (float(size) + 1e-8)
-        return loss + 0.1 * share * size * (1 + math.exp(-share))
+        return loss + 0.1 * share * size * (1 + math.exp(-share)) * torch.tensor(1 + share)  # of the default dtype
 
     return loss_fn
 

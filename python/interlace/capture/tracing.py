@@ -40,6 +40,8 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
         return x.detach().to(dtype) if torch.is_tensor(x) else make(x, dtype=dtype)
 
     def made(data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **more: Any) -> torch.Tensor:
+        if isinstance(data, FakeTensor) and id(data) in constants.numbers:  # a tensor that stands for a number
+            return data.to(dtype or (torch.get_default_dtype() if data.is_floating_point() else data.dtype)).requires_grad_(requires_grad)
         if not (isinstance(data, (list, tuple)) and any(isinstance(x, FakeTensor) for x in tree_leaves(data))):
             return make(data, dtype=dtype, requires_grad=requires_grad, **more)
         return stacked(data, dtype or reduce(torch.promote_types, dtypes(data))).requires_grad_(requires_grad)
