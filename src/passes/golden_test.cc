@@ -89,6 +89,24 @@ TEST(TensorGolden, StagesThatCutUnlike) {
   }
 }
 
+// A buffer changes where its next value is made, for the next micro-batch; what the backward part reads is what it was.
+TEST(StageGolden, BuffersChangeInTheForwardPart) {
+  std::string text = GoldenInput("mlp.il");
+  const auto replace = [&](std::string_view from, std::string_view to) {
+    text.replace(text.find(from), from.size(), to);
+  };
+  replace("param %4: f32[5] \"shift\" frozen", "buffer %4: f32[5] \"shift\" persistent");
+  replace("= aten.add.Tensor(%9, %4) {fwd m0}\n",
+          "= aten.add.Tensor(%9, %4) {fwd m0}\n  %22: f32[5] = aten.mul.Tensor(%4, 0.9) {fwd m0}\n");
+  replace("aten.mul.Tensor(%4, 0.9) {fwd m0}\n",
+          "aten.mul.Tensor(%4, 0.9) {fwd m0}\n  %23: f32[1,5] in %4+0 = aten.view(%4, [1, 5]) {fwd m0}\n");
+  replace("  %14: f32[5,4]{0,0} in %12+0 = aten.t(%13) {bwd m2}\n  %15: f32[5,8] = aten.mm(%14, %7) {bwd m2}\n",
+          "  %24: f32[4,5] = aten.mul.Tensor(%13, %23) {bwd m0}\n  %25: f32[4,5] = aten.add.Tensor(%24, %4) {bwd m0}\n"
+          "  %14: f32[5,4]{1,5} in %25+0 = aten.t(%25) {bwd m2}\n  %15: f32[5,8] = aten.mm(%14, %7) {bwd m2}\n");
+  replace("  grad(%1, %21) {bwd m1}\n", "  grad(%1, %21) {bwd m1}\n  assign(%4, %22) {fwd}\n");
+  ExpectGolden("mlp.buffers.il", RunText(text, "canonicalize,mesh(axes=pp:2+dp:1),pipeline(stage=1,at=down.weight)"));
+}
+
 // Between its backward part and the gradients of weights a rank keeps its rows of what came from above, and not all.
 TEST(TensorGolden, RowsGatheredAgainForWeights) {
   std::string text = GoldenInput("attention.il");

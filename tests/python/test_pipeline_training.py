@@ -11,10 +11,14 @@ import parity
 import pytest
 import ranks
 import tensor_models
+import torch
 from safetensors.torch import load_file
 from test_tensor_parallel import distances, resumed
 from test_trainer_bits import digest
+from torch import nn
+from torch.nn import functional as F
 
+import interlace
 from interlace.checkpoint.contents import MODEL, OPTIMIZER
 from interlace.dist.peers import PeerError
 from interlace.errors import InterlaceError
@@ -239,3 +243,43 @@ def refused(config: dict[str, Any]) -> None:
 def test_what_cannot_be_is_told_before_anything_runs(config: dict[str, Any], words: str) -> None:
     for outcome in ranks.outcomes(refused, 2, config):
         assert outcome is not None and words in str(outcome.error)
+
+
+class Moving(nn.Module):
+    """Averages in buffers, which the backward part reads as they were, and BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.last = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(4))
+        for i in range(4):
+            self.register_buffer(f"mean{i}", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            mean = getattr(self, f"mean{i}")
+            y = norm(torch.tanh(layer(x) * mean)).view(-1, 2, 4) * mean.view(2, 4)
+            setattr(self, f"mean{i}", 0.9 * mean + 0.1 * y.detach().mean(0).view(8))
+            x = y.view(-1, 8) + mean
+        return self.last(x)
+
+
+def moved(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(16, 8, generator=generator).double(), torch.randint(0, 4, (16,), generator=generator)
+    model = Moving().double()
+    settings = interlace.Config(accumulation=4, cache="off", **{"schedule": [], **config})
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, {"x": x, "y": y}, settings) as trainer:
+        return [float(trainer.step({"x": x, "y": y})) for _ in range(3)], trainer.state_dict()
+
+
+def test_buffers_change_from_micro_batch_to_micro_batch() -> None:
+    losses, state = ranks.run(moved, 1, {})[0]
+    for config in ({"stage_order": "1f1b"}, {"stage_order": "gpipe", "schedule": [(0, ["recompute(mode=full)"])]}, {"regions": "on"}):
+        found, buffers = ranks.run(moved, 2, {"mesh": {"pp": 2}, **config})[0]
+        assert found == pytest.approx(losses, rel=1e-12)
+        torch.testing.assert_close(buffers, state, rtol=1e-9, atol=1e-12)

@@ -26,6 +26,7 @@
 #include "ir/text.h"
 #include "passes/cost_options.h"
 #include "passes/passes.h"
+#include "passes/stages/buffers.h"
 #include "passes/stages/coalesced.h"
 #include "passes/stages/gather_again.h"
 #include "passes/stages/messages.h"
@@ -223,6 +224,7 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   if (chunks > kMostChunks) return MakeError("chunks=", chunks, " is more than ", kMostChunks);
   INTERLACE_ASSIGN(const int64_t micro_batches, options.Int("micro_batches", 0, 0));
   stages::TakeApart(program, *found);
+  stages::ChangeBuffersForward(program, *found);
   INTERLACE_TRY(CheckCuttable(program, *found));
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(const std::string how, options.Choice("deal", {"turns", "v", "auto"}));
