@@ -132,14 +132,15 @@ def test_an_optimizer_that_counts_in_its_group() -> None:
         assert_close(models[1], models[0])
 
 
-def test_an_optimizer_round_another_one_is_refused() -> None:
+def test_an_optimizer_that_makes_its_own_steps_needs_whole_parameters() -> None:
     class Slow(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer) -> None:  # as Lookahead's, which calls no other
             self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
 
     model = small_net()
-    with pytest.raises(interlace.InterlaceError, match="optimizer Slow makes the steps of another one, its 'base'"):
-        interlace.compile(model, Slow(torch.optim.AdamW(model.parameters())), small_loss, batch_at(0))
+    with pytest.raises(interlace.InterlaceError, match=r"optimizer Slow makes the steps of another one, its 'base'.*without a tier"):
+        config = interlace.Config(memory_limit="1GiB", tier="/tmp")
+        interlace.compile(model, Slow(torch.optim.AdamW(model.parameters())), small_loss, batch_at(0), config)
 
 
 @pytest.mark.parametrize("kind", list(parity.CAPTURED))

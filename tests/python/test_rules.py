@@ -178,10 +178,7 @@ def broken(p: Tensor, g: Tensor, state: dict, group: dict) -> None:
 def test_what_is_not_elementwise_is_refused_by_name(update: Any, why: str) -> None:
     model = torch.nn.Linear(6, 6)
     with pytest.raises(CaptureError) as e:
-        interlace.compile(
-            model, Own(model.parameters(), update), lambda m, b: m(b["x"]).square().mean(), {"x": torch.randn(4, 6)},
-            interlace.Config(cache="off"),
-        )  # fmt: skip
+        rules_of(Own(model.parameters(), update))
     assert str(e.value).startswith("optimizer Own cannot run on the parts of parameters that ranks hold: ")
     assert why in str(e.value)
 

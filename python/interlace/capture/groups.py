@@ -19,8 +19,8 @@ import torch
 from interlace.capture.model_tensors import ModelTensor
 from interlace.capture.pilot import Pilot, Step, refused
 from interlace.capture.rules import rule_text
-from interlace.capture.several import member_of, members_of
-from interlace.capture.whole import WHOLE, Rule, whole_groups, whole_kind
+from interlace.capture.several import member_of, members_of, runs_itself
+from interlace.capture.whole import OWN, WHOLE, Rule, whole_groups, whole_kind
 from interlace.errors import CaptureError
 
 _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
@@ -63,7 +63,7 @@ def kind_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     owner = member_of(optimizer, group)
     kind = _KINDS.get(type(owner))
     if kind is None or group.get("amsgrad"):
-        return whole_kind(type(owner)) or type(owner).__name__
+        return OWN if runs_itself(owner) else whole_kind(type(owner)) or type(owner).__name__
     return "adamw" if kind == "adam" and group.get("decoupled_weight_decay") else kind
 
 
@@ -126,7 +126,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[Model
             first_rule[step.kind] = len(rules)
             rules += step.rules
         own_rules = range(first_rule[step.kind], first_rule[step.kind] + len(step.rules))
-        kinds[i] = f"rule {own_rules[0]} {step.words(optimizer.param_groups[i], len(kinds))}"
+        kinds[i] = f"rule {own_rules[0]} {step.words(optimizer.param_groups[i], len(kinds))}".rstrip()
         kinds += [f"rule {number}" for number in own_rules[1:]]
     return Groups(kinds, group_of, tuple(_lines(rules)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,16 @@ import torch
 from interlace.errors import CaptureError
 
 Optimizer = torch.optim.Optimizer
+_own: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def run_itself(optimizer: Optimizer) -> None:
+    """From now on its steps are those of its own Python, on whole parameters."""
+    _own.add(optimizer)
+
+
+def runs_itself(optimizer: Optimizer) -> bool:
+    return optimizer in _own
 
 
 class Several(Optimizer):

@@ -1,5 +1,5 @@
-"""Optimizers of torch.optim whose step needs whole parameters: Muon and Adafactor, known by name. Each has rules of its own for what is
-elementwise in its step, and words in the line of a group for the rest, which the program works out (src/passes/update.cc):
+"""Optimizers whose step needs whole parameters: Muon and Adafactor of torch.optim, by name; others by their own Python. Each has rules of its
+own for what is elementwise in its step, and words in the line of a group for the rest, which the program works out (src/passes/update.cc):
 
     rule 0 "Muon" (momentum_buffer)     the direction of the step, from gradient and momentum; the second form without nesterov
     rule 1 "Muon.apply" ()              the weights' decay and step; g is the orthogonal matrix (src/passes/update_matrices.h)
@@ -22,6 +22,7 @@ import torch
 
 Group = dict[str, Any]
 Rule = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]  # name, states, forms
+OWN, GRADIENT = "(own)", "gradient"
 FACTORS = ("row_var", "col_var")  # states that have an element for each row or column of a parameter
 
 
@@ -82,7 +83,20 @@ class _Adafactor(WholeStep):
         return [[float(group["maximize"])], [0.0, t ** float(group["beta2_decay"])], apply]
 
 
-WHOLE: dict[str, WholeStep] = {step.kind: step for step in (_Muon(), _Adafactor())}
+class _Own(WholeStep):
+    """Of any other class: the program keeps the gradient, and the optimizer's own Python makes the step (train/own_steps.py)."""
+
+    kind, states, fixed, counts = OWN, (GRADIENT,), "settings", False
+    rules = ((OWN, states, ((f"{GRADIENT} = copy(g)",),)),)
+
+    def words(self, group: Group, behind: int) -> str:
+        return ""
+
+    def numbers(self, group: Group, t: int) -> list[list[float]]:
+        return [[0.0]]
+
+
+WHOLE: dict[str, WholeStep] = {step.kind: step for step in (_Muon(), _Adafactor(), _Own())}
 _CLASSES = {getattr(torch.optim, name, None): name.lower() for name in ("Muon", "Adafactor")}
 
 

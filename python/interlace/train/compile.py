@@ -24,7 +24,7 @@ from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import Path, no_input, with_numbers
 from interlace.capture.model_tensors import check_parameters, collect, count_as_buffers
 from interlace.capture.program import default_loss
-from interlace.capture.several import Several, members_of, name_of
+from interlace.capture.several import Several, members_of, name_of, runs_itself
 from interlace.capture.tensor_plan import read_plan
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.captures import Captures
@@ -43,6 +43,7 @@ from interlace.train.agreement import agree_on_batch, agree_on_values
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
 from interlace.train.materialize import adopt, checksum, initialize, release
+from interlace.train.own_steps import let_run
 from interlace.train.run import Run, Tensors
 from interlace.train.shapes import Shapes, check_shapes_of
 from interlace.train.trainer import Trainer
@@ -76,6 +77,7 @@ def compile(
             f"optimizer must be a torch.optim optimizer, or a list of them, not {type(optimizer).__name__}"
             + ("; it comes before the loss function: interlace.compile(model, optimizer, loss_fn, example_batch)" if swapped else "")
         )
+    let_run(optimizer, config)
     if example_batch is None:
         raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
     first = next((p for p in model.parameters() if not p.is_meta), None)
@@ -370,7 +372,8 @@ class _Build:
 
     def _import_optimizer(self, states: States) -> None:
         """The moments of an optimizer that has already made steps; its own copies are dropped."""
-        for p, state in self.optimizer.state.items():
+        others = [m for m in members_of(self.optimizer) if not runs_itself(m)]
+        for p, state in ((p, state) for member in others for p, state in member.state.items()):
             name = self.names[id(p)]
             for role, value in state.items():
                 if role == "step" or not isinstance(value, Tensor) or (value.dim() == 0 and p.dim() > 0):
@@ -383,7 +386,7 @@ class _Build:
                         "fresh optimizer, or make the model use that parameter"
                     )
                 states.fill_from(name, role, value)
-        for member in members_of(self.optimizer):
+        for member in others:
             member.state.clear()
 
     # ---- eager mode ----

@@ -17,7 +17,7 @@ from interlace.capture.groups import counts_steps, has_pilot, is_rule, kind_of, 
 from interlace.capture.pilot import Pilot, Step, as_state
 from interlace.capture.reach import mentions
 from interlace.capture.several import members_of
-from interlace.capture.whole import WHOLE, whole_groups
+from interlace.capture.whole import OWN, WHOLE, whole_groups
 from interlace.errors import InterlaceError
 
 Scalars = dict[str, list[Any]]  # name → [number, kind]
@@ -232,7 +232,7 @@ class Hyper:
         states = self.optimizer.state
         for i, group in enumerate(self.optimizer.param_groups):
             counts: dict[int, int] = {}
-            for j, p in enumerate(group["params"]):
+            for j, p in enumerate(group["params"] if self._kinds[i] != OWN else ()):
                 state = states.get(p)
                 if not state:
                     continue

@@ -21,6 +21,7 @@ from interlace.errors import UNREADABLE
 from interlace.private import made_here
 from interlace.train import generators
 from interlace.train.loop import Loop
+from interlace.train.own_steps import load_own_states
 from interlace.train.run import Run
 from interlace.train.saving import Saving
 
@@ -110,6 +111,7 @@ class Loading:
                 "the weights alone with trainer.load_weights"
             )
         scheduler_values = self._scheduler_state(checkpoint, scheduler)
+        take_own = load_own_states(self._run, checkpoint)
         for i, (saved, group) in enumerate(zip(record["groups"], groups, strict=True)):
             check_hyper(checkpoint.folder, i, saved["hyper"], group)
         steps = [int(g["steps"]) for g in record["groups"]]
@@ -148,6 +150,7 @@ class Loading:
             self._run.loss_scale.restore(record.get("loss_scale"))
             if scheduler_values is not None:
                 scheduler.load_state_dict(scheduler_values)
+            take_own()
             self._restore_groups([g["hyper"] for g in record["groups"]])
             self._run.hyper.restore(steps, scalars)
             self._run.laid_by.clear()

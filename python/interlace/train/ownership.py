@@ -22,7 +22,7 @@ import torch
 from interlace.capture.groups import is_rule
 from interlace.capture.model_tensors import OWN_HOOK, collect
 from interlace.capture.released import Released, user_line
-from interlace.capture.several import member_of, members_of
+from interlace.capture.several import member_of, members_of, runs_itself
 from interlace.errors import InterlaceError
 from interlace.train import state_dicts
 from interlace.train.hyper import OWN_COUNTS
@@ -49,10 +49,15 @@ class Ownership:
         self._warned = False
         self._handles: list[Any] = []
         for optimizer in members_of(run.optimizer):
+            if runs_itself(optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                continue  # a wrapper that has not made itself an optimizer
             step = optimizer.register_step_pre_hook(self._on_step)
             run.hyper.not_run.add(step.id)
+            self._handles.append(step)
+            if runs_itself(optimizer):
+                continue
             self._handles += [
-                step, optimizer.register_state_dict_post_hook(self._on_state_dict),
+                optimizer.register_state_dict_post_hook(self._on_state_dict),
                 optimizer.register_load_state_dict_pre_hook(self._on_load), optimizer.register_load_state_dict_post_hook(_keep),
             ]  # fmt: skip
             _keep(optimizer)
@@ -74,7 +79,8 @@ class Ownership:
     def before_step(self) -> None:
         """Optimizers whose `state` was emptied begin anew. Every rank must have done it."""
         run = self._run()
-        anew = [o for o in members_of(run.optimizer) if not isinstance(o.state, _State) or o.state.cleared] if run is not None else []
+        others = [o for o in members_of(run.optimizer) if not runs_itself(o)] if run is not None else []
+        anew = [o for o in others if not isinstance(o.state, _State) or o.state.cleared]
         if run is None or not anew:
             return
         if any(o.state for o in anew):

@@ -26,6 +26,7 @@ from interlace.dist.peers import PeerError
 from interlace.private import mark
 from interlace.train import generators
 from interlace.train.loop import Loop
+from interlace.train.own_steps import own_states
 from interlace.train.run import Run
 
 log = logging.getLogger("interlace")
@@ -50,6 +51,7 @@ class Saving:
             raise CheckpointError(f"keep must be a whole number of at least 1, not {keep!r}")
         if scheduler is not None:
             extra = {**extra, SCHEDULER: scheduler_text(scheduler)}
+        extra = {**extra, **own_states(self._run.optimizer)}
         self.finish()
         self._all_here()
         self._run.flush()

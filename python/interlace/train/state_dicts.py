@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
 import torch
 
+from interlace.capture.several import members_of, runs_itself
+from interlace.capture.whole import GRADIENT
 from interlace.compiling.states import WEIGHT
 from interlace.train.run import Run
 
@@ -49,7 +52,7 @@ def optimizer_state_dict(run: Run, all_ranks: bool = False) -> dict[str, Any]:
     with run.peers.guard():
         for role in run.roles():
             for p, t in run.states.whole(role, everywhere=all_ranks):
-                if t is None or not (all_ranks or run.rank == 0) or not run.has_state(p):
+                if t is None or not (all_ranks or run.rank == 0) or not run.has_state(p) or role == GRADIENT:
                     continue
                 entry = state.setdefault(index[p.name], {})
                 if not entry:
@@ -57,6 +60,11 @@ def optimizer_state_dict(run: Run, all_ranks: bool = False) -> dict[str, Any]:
                     if run.left_out.get(p.name) and "step" in entry:
                         entry["step"] = torch.tensor(float(run.own_steps(p.name, p.group or 0)))
                 entry[role] = t.detach().to("cpu", copy=True)
+    for member in members_of(run.optimizer):
+        if runs_itself(member):
+            mine = [i for i, group in enumerate(run.optimizer.param_groups) if any(group is g for g in member.param_groups)]
+            first = min(index[name] for i in mine for name in run.names_of_group(i))
+            state |= {first + number: copy.deepcopy(kept) for number, kept in member.state_dict()["state"].items()}
     if not (all_ranks or run.rank == 0):
         return {}
     return {"state": dict(sorted(state.items())), "param_groups": groups}

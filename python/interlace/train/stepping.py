@@ -13,6 +13,7 @@ from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
 from interlace.train.diagnosis import Diagnosis, NonFiniteError
 from interlace.train.follow import Follow
 from interlace.train.loop import Loop
+from interlace.train.own_steps import OwnSteps
 from interlace.train.refreeze import Frozen
 from interlace.train.rewriting import Rewriting
 from interlace.train.run import Run
@@ -33,6 +34,7 @@ class Stepping:
         self._unused = Unused(run)
         self._verify = Verify(run)
         self._rewriting = Rewriting(run)
+        self._own = OwnSteps(run)
 
     def step(self, batch: Any) -> Tensor:
         run = self._run
@@ -88,6 +90,8 @@ class Stepping:
         run.skipped = run.norm is not None and not math.isfinite(run.norm)
         with run.peers.guard():
             self._unused.after_step(rows)
+            if self._own.members and not run.skipped and (result["finite"] or run.norm is not None):
+                self._own.step(loss, lambda: run.runner.step(inputs, rows, run.steps), self._unused.now)
         if self._follow is not None:
             self._follow.after_step()
         run.loss_scale.after_step(not run.skipped)

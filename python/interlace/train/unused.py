@@ -34,6 +34,7 @@ class Unused:
         self._of, self._some = "", list[str]()  # a program, and the names of what may go unused in it or went unused before
         self._before = set[str]()  # the latter
         self._other_way: set[str] = set()  # of this program, what goes unused in every step
+        self.now: set[str] = set()  # unused in the last step
         self._sometimes: set[str] = set()  # what opaque modules of it decide, or the user's own Python
 
     def _names(self) -> list[str]:
@@ -67,11 +68,13 @@ class Unused:
     def after_step(self, rows: list[list[float]]) -> None:
         """`rows`: the hyper-parameters that the step was made with."""
         names = self._names()
+        self.now = set()
         if not names:
             return
         used = self.table.used if self.table is not None else ()
         flags = self.run.peers.groups.largest([int(n in used if n in self._sometimes else n not in self._other_way) for n in names])
         unused = [n for n, used in zip(names, flags, strict=True) if not used]
+        self.now = set(unused)
         if self._doubtful is None:
             self._doubtful = set()
         kept, self._kept = self._kept, {}

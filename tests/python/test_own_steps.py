@@ -1,0 +1,190 @@
+"""Optimizers whose steps are not elementwise make them in their own Python, with PyTorch's numbers: norms of whole parameters, another
+optimizer inside, the loss once more."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import interlace
+
+Tensor = torch.Tensor
+Optimizer = torch.optim.Optimizer
+
+
+class Lamb(Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                update = state["exp_avg"] / state["exp_avg_sq"].sqrt().add(1e-6) + group["weight_decay"] * p
+                weight, size = p.norm(), update.norm()
+                ratio = weight / size if weight > 0 and size > 0 else 1.0
+                p.data.add_(update * ratio, alpha=-group["lr"])
+
+
+class Sam(Optimizer):
+    """The gradient at another point, where the loss is computed once more; puts `p.data` back."""
+
+    def __init__(self, params: Any, lr: float, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho, "lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = 0.05 / (torch.stack([p.grad.norm() for p in params]).norm() + 1e-12)
+        with torch.no_grad():
+            for p in params:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad * scale)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p in params:
+            p.data = self.state[p]["old"]
+        self.base.step()
+
+
+class Lookahead(Optimizer):
+    """A wrapper that has not made itself an optimizer, and copies of the parameters."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.param_groups, self.state, self.defaults, self.count = base, base.param_groups, base.state, base.defaults, 0
+        self.slow = [p.detach().clone() for group in base.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for p, slow in zip((p for group in self.param_groups for p in group["params"]), self.slow, strict=True):
+                slow.add_(p - slow, alpha=0.5)
+                p.copy_(slow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+def adafactor(params: Any) -> Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params, lr=1e-2, scale_parameter=False, relative_step=False)
+
+
+KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "lamb": Lamb,
+    "sam": lambda p: Sam(p, 0.1),
+    "lookahead": lambda p: Lookahead(torch.optim.Adam(p, lr=1e-2)),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+    "adafactor": adafactor,
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.unused = nn.Linear(8, 6), nn.Linear(6, 3), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch[:, :3]).square().mean()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def theirs(model: nn.Module, optimizer: Optimizer, steps: int, size: int, clip: float | None) -> list[float]:
+    found = []
+    for step in range(steps):
+
+        @torch.enable_grad()
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = sum(loss_fn(model, batch(step * size + r)) / size for r in range(size))
+            loss.backward()  # type: ignore[union-attr]
+            return loss.detach()  # type: ignore[union-attr]
+
+        found.append(float(closure()))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step(closure)
+    return found
+
+
+def train(kind: str, clip: float | None = None, **config: Any) -> tuple[list[float], list[float], float]:
+    rank, size = parity.rank_and_size()
+    torch.manual_seed(0)
+    model = Net().double()
+    other = copy.deepcopy(model)
+    expected = theirs(other, KINDS[kind](other.parameters()), 5, size, clip)
+    optimizer = KINDS[kind](model.parameters())
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=60, clip_norm=clip, **config)
+    with interlace.compile(model, optimizer, loss_fn, batch(rank), settings) as trainer:
+        losses = [parity.mean_over_ranks(trainer.step(batch(step * size + rank))) for step in range(5)]
+        state = trainer.state_dict(all_ranks=True)
+    return losses, expected, max(float((state[n] - t).abs().max()) for n, t in other.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank(kind: str) -> None:
+    losses, expected, far = train(kind)
+    assert losses == pytest.approx(expected, rel=1e-9) and far < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["shard", "zero1", "replicate"])
+def test_two_ranks(strategy: str) -> None:
+    for kind in ("lamb", "sam", "lookahead", "lbfgs") if strategy != "zero1" else ("lamb",):
+        for losses, expected, far in ranks.run(train, 2, kind, 0.5 if kind == "lamb" else None, strategy=strategy):
+            assert losses == pytest.approx(expected, rel=1e-9) and far < 1e-9, kind
+
+
+def resumed(folder: Path) -> tuple[list[float], list[float]]:
+    rank, size = parity.rank_and_size()
+    losses: list[list[float]] = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = Net().double()
+        optimizers = [Lamb(model.first.parameters()), torch.optim.Adam([*model.last.parameters(), *model.unused.parameters()])]
+        settings = interlace.Config(schedule=[], cache="off", timeout_s=60)
+        with interlace.compile(model, optimizers, loss_fn, batch(rank), settings) as trainer:
+            if again:
+                trainer.load(folder)
+            else:
+                for step in range(3):
+                    trainer.step(batch(step * size + rank))
+                trainer.save(folder)
+                entries = trainer.optimizer_state_dict(all_ranks=True)["state"]
+                assert {tuple(entry) for i, entry in entries.items() if i < 2} == {("step", "exp_avg", "exp_avg_sq")}
+            losses.append([float(trainer.step(batch(step * size + rank))) for step in range(3, 6)])
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_has_their_states(size: int, tmp_path: Path) -> None:
+    for losses, again in ranks.run(resumed, size, tmp_path / "run"):
+        assert losses == again
