@@ -82,3 +82,24 @@ def test_stages_of_other_ranks_from_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0 and len(json.loads(done.stdout)["stages"]) == 2, done.stderr
     done = commands.run(*common, "--mesh", "pp=2,dp=1+2")
     assert done.returncode != 0 and "stages of unlike dp have micro-batches of other rows" in done.stderr
+
+
+def test_a_pipeline_that_was_trained(tmp_path: Path) -> None:
+    """Its programs and its trace: predicted over measured, the memory that its ranks took, and what to do with a part of them."""
+    words = ["--model", "llama-tiny", "--mesh", "pp=2", "--ranks", "2", "--accumulation", "2", "--batch", "4", "--seq", "32", "--steps", "3"]
+    program, trace, page = (str(tmp_path / name) for name in ("last.il", "step.json", "page.html"))
+    done = commands.run("train", *words, "--program", program, "--trace", trace, "--json")
+    assert done.returncode == 0, done.stderr
+    took = json.loads(done.stdout)["peak_bytes"]
+    done = commands.run("simulate", program, "--cluster", "local-2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert max(stage["taken_bytes"] for stage in json.loads(done.stdout)["stages"]) == pytest.approx(took, rel=0.01)
+    done = commands.run("report", program, "--cluster", "local-2", "--measured", trace, "-o", page)
+    assert done.returncode == 0, done.stderr
+    text = Path(page).read_text()
+    assert "predicted over measured" in text and "Measured step" in text
+    second = str(tmp_path / "last-1.il")
+    assert "name the program of its first stage" in commands.run("simulate", second, "--cluster", "local-2").stderr
+    assert "the captured program has the same ops" in commands.run("profile", "--program", program, "--ranks", "2").stderr
+    Path(second).unlink()
+    assert "there is no " in commands.run("simulate", program, "--cluster", "local-2").stderr

@@ -34,6 +34,12 @@ def read_program_text(file: str) -> str:
         raise FileError(f"{file} is not a program text: {place} is not UTF-8") from None
 
 
+def stage_file(file: str, stage: int) -> str:
+    """Where the program of a pipeline's stage is, beside that of the first: last.il, last-1.il, last-2.il."""
+    path = Path(file)
+    return file if stage == 0 else str(path.with_name(f"{path.stem}-{stage}{path.suffix}"))
+
+
 def read_program(file: str) -> Any:
     """The parsed program. Errors name file, line and column."""
     from interlace import _core

@@ -14,7 +14,7 @@ from interlace.cli import simulation as sim
 from interlace.cli.console import Work, err, print_json
 from interlace.cli.plan import check_plan, plan_page
 from interlace.cli.program_file import FileError, write_text
-from interlace.cli.report_sides import run_of, trace_of
+from interlace.cli.report_sides import events_of, run_of, trace_of
 from interlace.config import format_bytes
 from interlace.errors import InterlaceError
 
@@ -82,7 +82,7 @@ def report(
     hint = given.hint(program) if profile is None else ("", [])
     if isinstance(found, Pipeline):
         title = f"{sim.shown(program)} on {cluster}"
-        _write(output, render_set(found.found, found.trace, title, found.notes, found.mesh, found.axis, hint[0]), hint[1])
+        _write(output, render_set(found.found, found.trace, title, found.notes, found.mesh, found.axis, hint[0], found.measured), hint[1])
         if as_json:
             print_json(found.found)
         return
@@ -98,6 +98,7 @@ class Pipeline:
     notes: list[str]
     mesh: dict[str, int]
     axis: str
+    measured: list[dict[str, Any]] | None
 
 
 @dataclass
@@ -128,14 +129,17 @@ class Given:
         with Work() as work:
             stages = sim.stages_of(program, self.mesh, cluster, self.accumulation, self.stage_order, work.update)
         if stages is not None:
-            for given, option in ((self.slow, "--slow"), (self.measured, "--measured")):
-                if given:
-                    raise FileError(f"{option} is for one program, and axis pp makes one for each stage: leave one of them out")
+            if self.slow:
+                raise FileError("--slow is for one program, and axis pp makes one for each stage: leave one of them out")
+            events = events_of(self.measured) if self.measured is not None else None
             text, trace = sim.simulated_stages(stages, cluster, self.profile, self.every_rank, self.machine, self.foreign, ("json", "trace"))
-            notes = [f"mesh {self.mesh}", f"{self.accumulation} micro-batches", f"order {self.stage_order}"]
+            first = _core.Program.parse(stages.texts()[0][1])
+            named = f"order {self.stage_order}" if self.mesh is not None else "as it was trained"
+            mesh = self.mesh or ",".join(f"{name}={size}" for name, size in first.mesh.items())
+            notes = [f"mesh {mesh}", f"{first.meta().get('micro_batches', self.accumulation)} micro-batches", named]
             notes.append(f"times from {self.profile or 'estimates'}")
-            mesh = _core.Program.parse(stages.texts()[0][1]).mesh
-            return Pipeline(json.loads(text), trace, notes, mesh, stages.axis)
+            notes += ["with a measured step"] if events is not None else []
+            return Pipeline(json.loads(text), trace, notes, first.mesh, stages.axis, events)
         step = trace_of(self.measured) if self.measured is not None else None
         loaded = sim.load_program(program, self.mesh, cluster, self.accumulation)
         simulate = sim.simulator(loaded, program, cluster, self.profile, self.slow, self.every_rank, self.machine, self.foreign)
@@ -166,6 +170,8 @@ class Given:
         laid_out = self.mesh is None and program != "-"
         what = f"--program {shlex.quote(program)} " if laid_out else ""
         first = f"interlace profile {what}--ranks {ranks} --export here.profile"
+        if laid_out and sim.is_stage(program):
+            first = "interlace profile --program CAPTURED.il --ranks 1 --export here.profile"
         mesh = f"--mesh {self.mesh} " if self.mesh else ""
         mesh += f"--accumulation {self.accumulation} " if self.accumulation > 1 else ""
         commands = [first, f"interlace report {shlex.quote(program)} {mesh}--cluster {shlex.quote(str(self.cluster))} --profile here.profile"]

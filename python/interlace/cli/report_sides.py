@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -37,6 +38,13 @@ def trace_of(file: str) -> Timeline:
         raise FileError(f"no such file: {file}") from None
     except OSError as error:
         raise FileError(f"cannot read {file}: {error.strerror}") from None
+
+
+def events_of(file: str) -> list[dict[str, Any]]:
+    """The events of a trace, of all its ranks."""
+    trace_of(file)  # with its errors
+    root = json.loads(Path(file).read_bytes())
+    return list(root["traceEvents"] if isinstance(root, dict) else root)
 
 
 def _folder(folder: Path) -> Run:

@@ -114,7 +114,7 @@ class TrainSettings:
     )
     cluster: str | None = _option(None, "Machines to decide for: a preset or a file.", shown="this host")
     param_dtype: str | None = _option(None, "bfloat16 or float16 for forward and backward.")
-    program: str | None = _option(None, "Write the program of the last step; interlace explain reads it.")
+    program: str | None = _option(None, "Write the program of the last step (of a pipeline also last-1.il, ...); interlace explain reads it.")
     plan: str | None = _option(None, "Train as a plan of interlace plan says: model, ranks, batch, ZeRO, recomputation.")
     as_json: bool = _option(False, "Print the summary as one JSON object.")
     accumulate_mode: str = "auto"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from interlace.cli.program_file import FileError, read_program
+from interlace.cli.program_file import FileError, read_program, stage_file
 from interlace.config import Config
 from interlace.config.forms import mesh_ranks
 from interlace.config.schedule import for_stage, items, pass_name
@@ -71,11 +71,14 @@ def _passes(program: Any, file: str, config: Config, cluster: str) -> list[str]:
 def stages_of(
     file: str, mesh: str | None, cluster: str, accumulation: int, order: str, update: Callable[[str], None] | None = None
 ) -> Any | None:
-    """The program set of a captured program on a mesh with an axis pp; None: there is none. Error: what the passes refuse."""
+    """The program set of a captured program on a mesh with an axis pp, or of a pipeline's first stage and the others beside it; None: there
+    is none. Error: what the passes refuse."""
     from interlace import _core
 
-    config = Config(mesh=mesh, clip_norm=1.0, accumulation=accumulation) if mesh is not None else None
-    if config is None or config.stage_ranks == 1:
+    if mesh is None:
+        return _read_stages(file)
+    config = Config(mesh=mesh, clip_norm=1.0, accumulation=accumulation)
+    if config.stage_ranks == 1:
         return None
     config = dataclasses.replace(config, stage_order=order)
     whole = load_program(file)
@@ -90,6 +93,31 @@ def stages_of(
         programs.append(_core.Program.parse(text, shown(file)))
         programs[-1].run_passes(for_stage(rest, stage, config))
     made = _core.ProgramSet("pp", programs)
+    made.check()
+    return made
+
+
+def is_stage(file: str) -> bool:
+    return file != "-" and Path(file).is_file() and re.search(rb"(?m)^stage ", Path(file).read_bytes()) is not None
+
+
+def _read_stages(file: str) -> Any | None:
+    """What `interlace train --program` wrote of a pipeline; None: a program of no stage, or stdin."""
+    from interlace import _core
+
+    if not is_stage(file):
+        return None
+    first = read_program(file)
+    axis, index = first.stage
+    files = [stage_file(file, stage) for stage in range(first.mesh[axis])]
+    if index != 0:
+        raise FileError(f"{file} is stage {index} of a pipeline of {len(files)}: name the program of its first stage")
+    if missing := [each for each in files if not Path(each).is_file()]:
+        raise FileError(
+            f"{file} is the first of {len(files)} stages, and a step is predicted of all of them: there is no {missing[0]} "
+            "(interlace train --program writes one for each stage)"
+        )
+    made = _core.ProgramSet(axis, [first, *(read_program(each) for each in files[1:])])
     made.check()
     return made
 

@@ -20,7 +20,7 @@ import interlace
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.cli import language_model
 from interlace.cli.console import err, print_json, resident_bytes
-from interlace.cli.program_file import FileError, write_text
+from interlace.cli.program_file import FileError, stage_file, write_text
 from interlace.cli.run_config import CONFIG_FILE, as_toml
 from interlace.cli.run_record import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, RunRecord
 from interlace.cli.settings import TrainSettings
@@ -178,7 +178,8 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
         plans = [{k: v for k, v in plan.items() if k != "program_reports"} for plan in trainer.plans]
         if view is not None and settings.program:
             try:
-                write_text(settings.program, trainer.program)
+                for stage, text in enumerate(trainer.stage_programs):
+                    write_text(stage_file(settings.program, stage), text)
             except FileError as e:
                 view.say(f"warning: {e}")
     if rank == 0:

@@ -21,22 +21,25 @@ CAUSES = {
 
 def render_set(
     found: dict[str, Any], trace: str, title: str, notes: list[str], mesh: dict[str, int] | None = None, axis: str = "pp",
-    hint: str = "",
+    hint: str = "", measured: list[dict[str, Any]] | None = None,
 ) -> str:  # fmt: skip
     """The whole file. `found` and `trace` as `_core.simulate_set` gives them with output "json" and "trace"; `mesh` with the sizes of
-    all axes, the last one fastest, tells which ranks are of a stage. `hint`: HTML below the title."""
+    all axes, the last one fastest, tells which ranks are of a stage. `hint`: HTML below the title. `measured`: events of a trace of all
+    ranks."""
     events = json.loads(trace)["traceEvents"]
     timeline, ranks = runs(events), ranks_by_stage(events)
+    of_stages = ranks or [ranks_of(mesh or {}, axis, i) for i in range(len(found["stages"]))]
+    below = runs(measured, of_stages, bool(ranks)) if measured else None
     data: dict[str, Any] = {
-        "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
+        "predicted": columns(timeline), "measured": columns(below) if below is not None else None, "phases": [], "path": [],
         "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": found["limit_bytes"],
     }  # fmt: skip
     data["presets"] = presets(timeline)
     double = "a run to fill the view with it."
-    what = f"{len(found['stages'])} stages, what each{' rank (r)' if ranks else ''} runs when"
+    what = f"{len(found['stages'])} stages, what each{' rank (r)' if ranks else ''} runs when{', predicted over measured' if below else ''}"
     sections = [
-        header(title, notes, hint), _tiles(found), html.timeline(what, "stage", double, tuple(data["presets"])), _stages(found),
-        _memory(found, ranks or [ranks_of(mesh or {}, axis, i) for i in range(len(found["stages"]))]), _path(found), _modules(found),
+        header(title, notes, hint), _tiles(found, below), html.timeline(what, "stage", double, tuple(data["presets"])), _stages(found),
+        _memory(found, of_stages), _path(found), _modules(found),
     ]  # fmt: skip
     return document(f"Pipeline: {title}", sections, data)
 
@@ -50,10 +53,15 @@ def ranks_by_stage(events: list[dict[str, Any]]) -> list[list[int]]:
     return [found[stage] for stage in sorted(found)]
 
 
-def runs(events: list[dict[str, Any]]) -> Timeline:
+def runs(events: list[dict[str, Any]], of_stages: list[list[int]] | None = None, every: bool = False) -> Timeline:
     """A lane for what each stage computes, ops of one micro-batch and part that follow one another as one event, and one for its messages;
-    of a trace of all ranks the same for each rank."""
+    of a trace of all ranks the same for each rank. `of_stages`: the ranks of each stage where the trace is a measured one, which knows
+    none; of it `every` rank, or the first of each stage."""
     places = {rank: stage for stage, own in enumerate(ranks_by_stage(events)) for rank in own}
+    if of_stages is not None:
+        stage_of = {rank: stage for stage, own in enumerate(of_stages) for rank in (own if every else own[:1])}
+        events = [e if every else {**e, "pid": stage_of[e["pid"]]} for e in events if e.get("pid") in stage_of]
+        places = stage_of if every else {}
     ranks: dict[int, dict[str, list[dict[str, Any]]]] = {}
     lanes: dict[tuple[int, int], str] = {}
     for entry in events:
@@ -62,6 +70,9 @@ def runs(events: list[dict[str, Any]]) -> Timeline:
         elif entry["ph"] == "X":
             lane = lanes.get((entry["pid"], entry["tid"]), "")
             ranks.setdefault(entry["pid"], {}).setdefault(lane, []).append(entry)
+    start = min((e["ts"] for own in ranks.values() for es in own.values() for e in es), default=0) if of_stages is not None else 0
+    for entry in (e for own in ranks.values() for es in own.values() for e in es if start):
+        entry["ts"] -= start
     span = max((round((e["ts"] + e["dur"]) * 1e3) for own in ranks.values() for es in own.values() for e in es), default=0)
     named: dict[str, list[Event]] = {}
     for place, own in sorted(ranks.items()):
@@ -154,14 +165,16 @@ def _bubble(stage: dict[str, Any]) -> float:
     return float(sum(stage["bubble_us"].values()))
 
 
-def _tiles(found: dict[str, Any]) -> str:
+def _tiles(found: dict[str, Any], measured: Timeline | None) -> str:
     stages, step = found["stages"], found["step_us"]
     whole = sum(map(_bubble, stages)) / (step * len(stages))
     worst = max(stages, key=_bubble)
     peak, limit = max(stage["taken_bytes"] for stage in stages), found["limit_bytes"]
     over = peak > limit
+    took = measured.span_ns / 1e3 if measured is not None else 0
+    real = [tile("Measured step", time_text(took), f"predicted {100 * (step / took - 1):+.1f} %", "measured")] if took else []
     return tiles_section([
-        tile("Step time", time_text(step), f"on {found['ranks']} ranks of {found['cluster']}"),
+        tile("Step time", time_text(step), f"on {found['ranks']} ranks of {found['cluster']}"), *real,
         tile("Bubbles", percent_text(whole), f"most on stage {stages.index(worst)}: {percent_text(worst['bubble'])}"),
         tile("Peak memory", bytes_text(peak), f"{percent_text(peak / limit)} of {bytes_text(limit)}" if limit else "", "bad" if over else ""),
     ])  # fmt: skip

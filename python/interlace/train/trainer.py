@@ -42,13 +42,18 @@ class Trainer:
     Attributes: `config`; `rank`, `world_size`; `data_rank` of `data_ranks`: which of how many different batches this rank gets (as
     Config.data_place says before compiling: ranks along axis tp of the mesh get the same); `steps` made so far; `norm` of the last step's
     gradient (None when not computed); `outputs` of the last step by name, one tensor per micro-batch; `skipped`: whether the last update
-    was left out; `swaps` so far; `program`: the text that runs, `passes`: reports of what made it.
+    was left out; `swaps` so far; `program`: the text that runs, `stage_programs`: those of all stages of a pipeline, else this
+    one alone, `passes`: reports of what made it.
     """
 
     config, rank, world_size = _of_run("config"), _of_run("rank"), _of_run("world_size")
     data_rank, data_ranks = _of_run("data_rank"), _of_run("data_ranks")
     steps, norm, outputs, skipped = _of_run("steps"), _of_run("norm"), _of_run("outputs"), _of_run("skipped")
     swaps, program, passes = _of_run("swaps"), _of_run("program"), _of_run("passes")
+
+    @property
+    def stage_programs(self) -> list[str]:
+        return list(self._run.source.texts)
 
     def __init__(self, run: Run, captures: Captures, planner: Planner) -> None:
         self._run = run
