@@ -74,3 +74,16 @@ def test_a_number_that_is_computed_with_and_kept() -> None:
 
     with pytest.raises(CaptureError, match=r"test_numbers\.py:\d+: the model reads a tensor's value"):
         interlace.compile(model, torch.optim.SGD(model.parameters()), loss_fn, batch(0), interlace.Config(cache="off"))
+
+
+def test_a_size_that_only_one_branch_has() -> None:
+    """What cannot be traced with another truth value is not taken for the user's own error."""
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(b["x"]), b["y"], reduction="none")
+        hard = losses > 1.2
+        return losses[hard].mean() if hard.any() else losses.mean()
+
+    model = nn.Linear(8, 4)
+    with pytest.raises(CaptureError, match=r"test_numbers\.py:\d+: .*fullgraph=False"):
+        interlace.compile(model, torch.optim.SGD(model.parameters()), loss_fn, batch(0), interlace.Config(cache="off"))
