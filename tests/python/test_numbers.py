@@ -74,3 +74,37 @@ def test_a_number_that_is_computed_with_and_kept() -> None:
 
     with pytest.raises(CaptureError, match=r"test_numbers\.py:\d+: the model reads a tensor's value"):
         interlace.compile(model, torch.optim.SGD(model.parameters()), loss_fn, batch(0), interlace.Config(cache="off"))
+
+
+def test_a_size_that_only_one_branch_has() -> None:
+    """What cannot be traced with another truth value is not taken for the user's own error."""
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(b["x"]), b["y"], reduction="none")
+        hard = losses > 1.2
+        return losses[hard].mean() if hard.any() else losses.mean()
+
+    model = nn.Linear(8, 4)
+    with pytest.raises(CaptureError, match=r"test_numbers\.py:\d+: .*fullgraph=False"):
+        interlace.compile(model, torch.optim.SGD(model.parameters()), loss_fn, batch(0), interlace.Config(cache="off"))
+
+
+def test_what_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    """A step counter in a closure, read by an `if`: one program logs and one does not, and both are kept."""
+    state: dict[str, Any] = {"step": 0, "log": []}
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        if state["step"] % 3 == 0:
+            state["log"].append(loss.item())
+        return loss
+
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off")) as trainer:
+        for step in range(10):
+            state["step"] = step
+            losses.append(float(trainer.step(batch(step))))
+    assert state["log"] == pytest.approx(losses[::3])
+    assert sum("compiling again" in r.getMessage() for r in caplog.records) == 2

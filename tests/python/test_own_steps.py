@@ -163,6 +163,41 @@ def test_two_ranks(strategy: str) -> None:
             assert losses == pytest.approx(expected, rel=1e-9) and far < 1e-9, kind
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+
+def rows() -> tuple[list[float], list[float]]:
+    """SparseAdam moves the rows that have a gradient, and no others."""
+    rank, size = parity.rank_and_size()
+    words = [torch.randint(0, 9, (3, 4), generator=torch.Generator().manual_seed(i)) for i in range(5 * size)]
+    loss = lambda m, b: m.head(m.embed(b).mean(1)).square().mean()  # noqa: E731
+    torch.manual_seed(0)
+    model = Words().double()
+    other, expected = copy.deepcopy(model), []
+    make = lambda m: [torch.optim.SparseAdam(m.embed.parameters(), lr=0.1), torch.optim.SGD(m.head.parameters(), lr=0.1)]  # noqa: E731
+    optimizers = make(other)
+    for step in range(5):
+        losses = [loss(other, x) / size for x in words[step * size : (step + 1) * size]]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(losses).backward()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+        expected.append(sum(float(x.detach()) for x in losses))
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=60)
+    with interlace.compile(model, make(model), loss, words[rank], settings) as trainer:
+        return [parity.mean_over_ranks(trainer.step(words[step * size + rank])) for step in range(5)], expected
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_of_an_embedding(size: int) -> None:
+    for losses, expected in ranks.run(rows, size):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 def resumed(folder: Path) -> tuple[list[float], list[float]]:
     rank, size = parity.rank_and_size()
     losses: list[list[float]] = []

@@ -169,6 +169,26 @@ def test_a_number_that_is_another_one_in_each_step_is_no_way() -> None:
     assert losses == pytest.approx(expected, rel=1e-9) and not said
 
 
+class Written(Net):
+    """Reads what it has computed of the batch, written in place, and what it was before."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        y = y.clone()
+        none, twice = y == 0, y > 2
+        y[none] = -100
+        y.add_(1).sub_(1)
+        loss = F.cross_entropy(self.last(self.first(x)), y)
+        if none.any():
+            loss = 2 * loss
+        return loss + self.second(x).mean() if (y > 2).sum() == twice.sum() > 0 and (y == -100).any() else loss
+
+
+def test_what_is_written_in_place_is_read() -> None:
+    losses, expected, said = train(Written, [of(i) for i in range(8)])
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert 1 <= len(said) <= 4
+
+
 def trainer_of(model: nn.Module, **config: Any) -> interlace.Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return interlace.compile(model, optimizer, call, of(0), interlace.Config(schedule=[], cache="off", **config))

@@ -45,6 +45,7 @@ class Constants:
         self._by_storage: dict[int, list[int]] = {}
         self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
         self.numbers: dict[int, Tensor] = {}  # what stands for a number of Python's, and what is computed of such alone, by id
+        self._old: list[Tensor] = []  # stand for what tensors held before they were written
         self.writes = 0  # counted by rewrites.py alone
         self.copies: set[int] = set()  # storages of what eager PyTorch has views of
         self._complex: dict[tuple[complex, torch.dtype], Tensor] = {}
@@ -90,7 +91,25 @@ class Constants:
         """The storage of `t` has what `new` holds."""
         if t.untyped_storage()._cdata in self.copies:
             raise CaptureError("what x[i] gives is written in place, where i is a tensor whose value a step computes; write x[i] = ...")
+        made, before = self._recipes.get(id(new)), self._recipes.get(id(t))
+        of_inputs = id(new) in self._of_inputs, id(t) in self._of_inputs
         self.forget(t)
+        whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+        if made is None or not whole or (t.shape, t.dtype) != (new.shape, new.dtype) or any(isinstance(n, torch.SymInt) for n in t.shape):
+            return
+        with _disable_current_modes():  # `y[mask] = -100`: what was computed of y before goes on with what it was
+            old = torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+        def swap(a: Any) -> Any:
+            return old if a is t else type(a)(map(swap, a)) if type(a) in (list, tuple) else a
+
+        if before is not None:
+            self._add(old, before, of_inputs[1])
+            self._old.append(old)
+            for key, (func, args, kwargs, index) in list(self._recipes.items()):
+                self._recipes[key] = func, swap(args), {k: swap(v) for k, v in kwargs.items()}, index
+        func, args, kwargs, index = made
+        self._add(t, (func, swap(args), {k: swap(v) for k, v in kwargs.items()}, index), of_inputs[0])
 
     def forget(self, t: Tensor) -> None:
         """The storage of `t` was written."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
@@ -41,6 +41,7 @@ from interlace.capture.written import WrittenAttention
 from interlace.errors import CaptureError
 
 log = logging.getLogger("interlace")
+_OURS = (CaptureError, DataDependentOutputException, DynamicOutputShapeException, type(None))  # causes of errors that are not the user's
 _STAND = 16  # lines where tensors stand for what is read
 Tensor = torch.Tensor
 
@@ -216,8 +217,8 @@ def _whole(
                 continue
             (found, error), refused = refused or (found, e), None
             stands.clear()
-            reads, ours = found.recorder.reads, (CaptureError, DataDependentOutputException, type(None))
-            if reads.last and reads.last not in holds and not isinstance(error.__cause__, ours):  # the user's own code raises
+            reads = found.recorder.reads
+            if reads.last and reads.last not in holds and not isinstance(error.__cause__, _OURS):  # the user's own code raises
                 holds.add(reads.last)
                 continue
             if not isinstance(error, Depends) and written.left_out():
@@ -371,7 +372,7 @@ def _telling(trace: Trace, again: Callable[[], Trace], run: Callable[[Trace], An
         try:
             second = traced(turn, places)
         except CaptureError as e:  # the user's own code may raise where a truth value is another one, and math.exp does of large numbers
-            ours = isinstance(e.__cause__, (CaptureError, DataDependentOutputException, type(None)))
+            ours = isinstance(e.__cause__, _OURS)
             return not ours and (all(reads.taken[p][1] for p in places) or isinstance(e.__cause__, (ArithmeticError, ValueError)))
         lifted = [[t.real for t in one.tensors if t.name.startswith("captured.")] for one in (trace, second)]  # made by NumPy
         return second.body() == trace.body() and all(torch.equal(a, b) for a, b in zip(*lifted, strict=True))

@@ -26,7 +26,7 @@ from interlace.errors import CaptureError
 @contextlib.contextmanager
 def tensors_in_lists(constants: Constants) -> Iterator[None]:
     """torch.tensor() of lists with tensors in them, torch.full() of a number, indices that are tensors, and Python's math of numbers, which
-    C++ would read."""
+    C++ would read; gradients of embeddings are dense."""
     make, full = torch.tensor, torch.full
 
     def dtypes(x: Any) -> list[torch.dtype]:
@@ -54,10 +54,28 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
 
     torch.tensor, torch.full = made, filled  # type: ignore[assignment]
     try:
-        with _tensors_as_indices(constants), math_of_numbers(constants):
+        with _tensors_as_indices(constants), math_of_numbers(constants), _dense_gradients():
             yield
     finally:
         torch.tensor, torch.full = make, full
+
+
+@contextlib.contextmanager
+def _dense_gradients() -> Iterator[None]:
+    """Embeddings with sparse=True: with the rows of zeros there, SGD and Adagrad compute the same. For SparseAdam see train/own_steps.py."""
+    embedding, bag = torch.embedding, torch.embedding_bag
+
+    def dense(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
+        return embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
+
+    def dense_bag(weight: Any, indices: Any, offsets: Any, by_freq: bool = False, mode: int = 0, sparse: bool = False, *more: Any) -> Any:
+        return bag(weight, indices, offsets, by_freq, mode, False, *more)
+
+    torch.embedding, torch.embedding_bag = dense, dense_bag  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.embedding, torch.embedding_bag = embedding, bag
 
 
 @contextlib.contextmanager

@@ -91,6 +91,7 @@ class Follow:
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
         self._opaque: tuple[str, set[str]] = "", set()  # a program, and what is opaque in it
         self._read: set[str] = set()  # families of texts and numbers beside the tensors that the program depends on
+        self._told: set[str] = set()  # places that a loss function's Python changes in steps: no states of the model
         self._forms = 0  # that were captured
         self._texts: set[str] = set()  # beside the tensors, that programs were captured for
         self._evaluated = ""  # the state of the model in evaluations, where the next step will follow it
@@ -253,7 +254,8 @@ class Follow:
 
     def _settle(self) -> None:
         """What a loss function's Python does with what it reads is no change, but for states that begin: the next step goes on with them."""
-        if not any(map(begins, self.watch.moved())):
+        if not any(map(begins, changes := self.watch.moved())):
+            self._told |= {c.where for c in changes}
             self.watch.settle()
 
     def take(self, batch: Any, inputs: list[list[Tensor]]) -> None:
@@ -446,7 +448,8 @@ class Follow:
     def _key(self, watch: Watch) -> str:
         """Of all that is watched but what programs read from buffers."""
         numbers, kinds = self.captures.numbers, {where: type(x).__name__ for where, x in watch.numbers().items()}
-        state = "\n".join(f"{where}={kinds.get(where) if where in numbers else value}" for where, value in watch.state())
+        kept = [(where, value) for where, value in watch.state() if not _within_place(where, self._told)]
+        state = "\n".join(f"{where}={kinds.get(where) if where in numbers else value}" for where, value in kept)
         state += repr((self.run.spec.tensors, self.run.spec.fixed()))
         return hashlib.sha256(state.encode()).hexdigest()
 
@@ -458,6 +461,11 @@ def _pairs(before: Any, after: Any) -> list[tuple[Any, Any, Any]]:
     if type(before) is not type(after) or len(before) != len(after):
         return []
     return [(i, x, y) for i, (x, y) in enumerate(zip(before, after, strict=True)) if x is not y]
+
+
+def _within_place(where: str, places: set[str]) -> bool:
+    """Whether a place is one of these, or in what one of them holds."""
+    return bool(places) and (where in places or any(where.startswith(f"{place}[") for place in places))
 
 
 def _within(owner: str | None, paths: set[str]) -> bool:

@@ -1,6 +1,7 @@
 """Steps of optimizers that no program makes: their own Python makes them, on whole parameters and gradients.
 
     LAMB, SAM, Lookahead, LBFGS, transformers' Adafactor     norms of whole parameters, another optimizer inside, the loss once more
+    SparseAdam                                               the rows that have a gradient
 
 The program keeps each gradient, averaged and clipped, as a state. Where every rank holds parameters and gradients whole (one rank, replicate)
 they are what the optimizer sees; else they are gathered on every rank, which holds all of them for the time of the step.
@@ -36,15 +37,13 @@ FILE = "own_optimizers.pt"  # of a checkpoint: their state dicts, read with weig
 
 
 def let_run(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Has those members run themselves whose steps are not elementwise. Error: what takes sparse gradients, or cut parameters."""
+    """Has those members run themselves whose steps are not elementwise. Error: parameters are cut, or elsewhere."""
     for member in members_of(optimizer):
         if runs_itself(member) or not any(has_pilot(kind_of(member, group)) for group in member.param_groups):
             continue
         try:
             rules_of(member)
         except CaptureError as e:
-            if isinstance(member, torch.optim.SparseAdam):
-                raise CaptureError(f"{e}; with nn.Embedding(sparse=False), torch.optim.Adam trains it") from e
             if config.tensor_ranks > 1 or config.stage_ranks > 1 or config.mode == "eager" or config.tier is not None:
                 raise CaptureError(f'{e}; without a tier, mode="eager" and axes tp and pp it makes its own steps, on whole parameters') from e
             run_itself(member)
@@ -122,8 +121,10 @@ class OwnSteps:
             found = {n: self._resident(n) for n in names}
         else:
             found = {e.name: t.detach().clone() for e, t in self.run.states.whole(GRADIENT, everywhere=True) if t is not None}
+        rows = {id(p) for m in self.members if isinstance(m, torch.optim.SparseAdam) for g in m.param_groups for p in g["params"]}
         for name in names:
-            params[name].grad = found[name]
+            grad = found[name]
+            params[name].grad = grad.to_sparse(1).coalesce() if grad is not None and id(params[name]) in rows else grad
 
     @torch.no_grad()
     def _settle(self, params: dict[str, Tensor]) -> None:
@@ -140,7 +141,7 @@ class OwnSteps:
 
     def _make(self, params: dict[str, Tensor], names: list[str], loss: Tensor, again: Callable[[], dict[str, Any]]) -> None:
         self._gradients(params, names)
-        mark = lambda: [(p.data_ptr(), p._version, g.data_ptr(), g._version) if (g := p.grad) is not None else 0 for p in params.values()]  # noqa: E731
+        mark = lambda: [(p.data_ptr(), p._version, id(g), g._version) if (g := p.grad) is not None else 0 for p in params.values()]  # noqa: E731
         known, found = mark(), self._mean(loss)
 
         def closure() -> Tensor:
