@@ -10,11 +10,12 @@ import parity
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import interlace
-from interlace.errors import CaptureError
+from interlace.errors import CaptureError, InterlaceError
 
 Tensor = torch.Tensor
 
@@ -108,3 +109,29 @@ def test_what_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
             losses.append(float(trainer.step(batch(step))))
     assert state["log"] == pytest.approx(losses[::3])
     assert sum("compiling again" in r.getMessage() for r in caplog.records) == 2
+
+
+def asking(decides: bool) -> str:
+    torch.manual_seed(0)
+    model, printed = nn.Linear(8, 4), list[int]()
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        if dist.get_rank() == 0:
+            printed.append(1)
+        return loss * (1 + dist.get_rank()) if decides else loss
+
+    settings = interlace.Config(schedule=[], cache="off", timeout_s=60)
+    try:
+        with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch(0), settings) as trainer:
+            trainer.step(batch(0))
+    except InterlaceError as e:
+        return str(e)
+    return ""
+
+
+def test_a_loss_that_asks_for_its_rank() -> None:
+    """Where it decides what is computed, rank 0's program would be everybody's."""
+    assert ranks.run(asking, 2, False) == ["", ""]
+    for said in ranks.run(asking, 2, True):
+        assert "depends on the rank" in said and "test_numbers.py" in said

@@ -33,7 +33,7 @@ from interlace.capture.real_run import Resized, grow
 from interlace.capture.rewrites import Written
 from interlace.capture.sites import OUTSIDE, is_installed
 from interlace.capture.trace import Trace
-from interlace.capture.tracing import check_model, without_collection
+from interlace.capture.tracing import check_model, rank_asked, without_collection
 from interlace.capture.watch import Change, Watch
 from interlace.capture.ways import Counts, Way
 from interlace.capture.writes import FrozenWritten
@@ -272,7 +272,7 @@ def _watched(
         return [change for change in changes if not one.assign(change)]
 
     before = generators()
-    with kept_generators():
+    with kept_generators(), rank_asked() as asked:
         changes = run(trace)
         drew = trace.drew
     if stand_in := next((c for c in changes if any(id(x) in trace.constants.numbers for x in tree_leaves(c.after))), None):
@@ -298,13 +298,20 @@ def _watched(
                 f"{place}: random numbers are drawn from a generator of its own{trace.module()} that goes on from step to step, and a "
                 f"program would draw once and keep them; {RATHER}"
             )
-        for mine, its in zip(trace.body().splitlines(), second.body().splitlines(), strict=False):
-            if mine != its:
-                trace.sites.failed, place = trace.sites.place_of(mine.rpartition("{")[2].rstrip("}"))
-                raise CaptureError(
-                    f"{place}: what is computed here is something else at each run{trace.module()}: a clock, an iterator or a generator of "
-                    "Python's or NumPy's decides it; make it a part of the batch, or pass fullgraph=False to run it in Python"
-                )
+        if place := _differs(trace, second):
+            raise CaptureError(
+                f"{place}: what is computed here is something else at each run{trace.module()}: a clock, an iterator or a generator of "
+                "Python's or NumPy's decides it; make it a part of the batch, or pass fullgraph=False to run it in Python"
+            )
+    if asked:
+        with kept_generators(), rank_asked(shift=1):
+            second = again()
+            run(second)
+        if place := _differs(trace, second):
+            raise CaptureError(
+                f"{place}: what is computed here depends on the rank{trace.module()}, and a program is one of all ranks; make it a part of "
+                "the batch"
+            )
     kept: dict[int, str] = {}  # names of what caches hold, by the ids of the tensors in them
     held: list[Tensor] = []
     names = functools.cache(lambda: caches.names(trace))
@@ -345,6 +352,15 @@ def _watched(
         found = _telling(trace, again, run) if read else trace
     found.begun = begun
     return found
+
+
+def _differs(trace: Trace, second: Trace) -> str:
+    """The user's line where another trace computes something else; empty: nowhere."""
+    for mine, its in zip(trace.body().splitlines(), second.body().splitlines(), strict=False):
+        if mine != its:
+            trace.sites.failed, place = trace.sites.place_of(mine.rpartition("{")[2].rstrip("}"))
+            return place
+    return ""
 
 
 def in_library(trace: Trace, path: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any, Protocol
 
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 from torch._higher_order_ops.cond import cond
@@ -346,6 +347,25 @@ def known_seeds(reseeded: Callable[[str], str]) -> Iterator[None]:
         for name, function in before.items():
             setattr(torch, name, function)
             setattr(torch.random, name, function)
+
+
+@contextlib.contextmanager
+def rank_asked(shift: int = 0) -> Iterator[list[int]]:
+    """What torch.distributed.get_rank() has given, which is the rank so many further."""
+    get, asked = dist.get_rank, list[int]()
+
+    def tell(*args: Any, **named: Any) -> int:
+        rank = get(*args, **named)
+        if rank < 0:
+            return rank
+        asked.append(rank)
+        return (rank + shift) % dist.get_world_size(*args, **named)
+
+    dist.get_rank = tell  # type: ignore[assignment]
+    try:
+        yield asked
+    finally:
+        dist.get_rank = get
 
 
 def with_left(gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
