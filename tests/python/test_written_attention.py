@@ -245,6 +245,34 @@ def test_dropout_follows_its_number(small: None) -> None:
         assert still == pytest.approx(expected, rel=1e-5)
 
 
+def test_of_a_teacher_in_inference_mode(small: None) -> None:
+    teacher, net = Net(plain).double(), Net(added).double()
+
+    def loss_of(m: nn.Module, b: Tensor) -> Tensor:
+        with torch.inference_mode():
+            target = teacher(b)
+        return (m(b) - target.clone()).square().mean()
+
+    x = torch.randn(2, ROWS, 8, dtype=torch.float64)
+    expected = float(loss_of(net, x).detach())
+    with interlace.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), loss_of, x, interlace.Config(regions="off")) as trainer:
+        assert float(trainer.step(x)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_gradient_of_a_gradient(small: None) -> None:
+    """The operator has none, and is left out."""
+
+    def loss_of(m: nn.Module, b: Tensor) -> Tensor:
+        b = b.clone().requires_grad_()
+        y = m(b).square().mean()
+        return y + torch.autograd.grad(y, b, create_graph=True)[0].square().sum()
+
+    net, x = Net(plain).double(), torch.randn(2, ROWS, 8, dtype=torch.float64)
+    expected = float(loss_of(net, x).detach())
+    with interlace.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), loss_of, x, interlace.Config(regions="off")) as trainer:
+        assert float(trainer.step(x)) == pytest.approx(expected, rel=1e-12)
+
+
 def test_shares_that_are_an_output_are_computed(small: None) -> None:
     def loss_of(m: Net, b: Tensor) -> Any:
         m.kept = None

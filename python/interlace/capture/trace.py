@@ -37,14 +37,11 @@ from interlace.capture.tracing import (
     followed_modules,
     known_seeds,
     known_values_are_no_trace,
+    plainly,
     tensors_in_lists,
     with_left,
-    without_assertions,
     without_backward,
-    without_branches,
     without_checkpointing,
-    without_fused_recurrence,
-    without_log,
 )
 from interlace.capture.watch import Change
 from interlace.capture.ways import Counts, Ways, buffer_of
@@ -194,8 +191,7 @@ class Trace:
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
             for one in (reading(rec.reads), without_backward(lambda: rec.part == "bwd"), tensors_in_lists(self.constants)):
                 stack.enter_context(one)
-            for context in (without_log, without_assertions, without_branches, torch.enable_grad, without_fused_recurrence):
-                stack.enter_context(context())
+            stack.enter_context(plainly())
             stack.enter_context(regions_of(device_type(t.real for t in model_tensors)))
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
                 stack.enter_context(enable_python_dispatcher())

@@ -350,6 +350,34 @@ def known_seeds(reseeded: Callable[[str], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """torch.inference_mode is no_grad: what it makes has no versions, which fakes need. Users decorate with it, so what it calls is replaced."""
+    mode = torch.inference_mode
+    before = mode.__enter__, mode.__exit__
+    entered: list[tuple[Any, Any]] = []
+
+    def enter(self: Any) -> None:
+        entered.append((self, torch.set_grad_enabled(not self.mode)))
+
+    def leave(self: Any, *error: Any) -> None:
+        at = next(i for i in reversed(range(len(entered))) if entered[i][0] is self)
+        entered.pop(at)[1].__exit__(*error)
+
+    mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        mode.__enter__, mode.__exit__ = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Without what fakes cannot follow, and with gradients."""
+    with without_log(), without_assertions(), without_branches(), without_inference_mode(), torch.enable_grad(), without_fused_recurrence():
+        yield
+
+
+@contextlib.contextmanager
 def rank_asked(shift: int = 0) -> Iterator[list[int]]:
     """What torch.distributed.get_rank() has given, which is the rank so many further."""
     get, asked = dist.get_rank, list[int]()

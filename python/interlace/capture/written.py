@@ -101,13 +101,13 @@ class WrittenAttention:
                 yield
 
     def scores(self, x: Any) -> Scores | None:
-        found = self._known.get(id(x))
+        found = self._known.get(id(x))  # none of inference mode, which counts no versions
         if found is None or found[0] is not x or found[1] != x._version or found[3] != [t._version for t in found[2].tensors()]:
             return None
         return found[2]
 
     def track(self, x: Any, scores: Scores | None) -> Any:
-        if scores is not None and isinstance(x, FakeTensor):
+        if scores is not None and isinstance(x, FakeTensor) and not any(t.is_inference() for t in (x, *scores.tensors())):
             self._known[id(x)] = x, x._version, scores, [t._version for t in scores.tensors()]
         return x
 
