@@ -351,7 +351,7 @@ def known_seeds(reseeded: Callable[[str], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_inference_mode() -> Iterator[None]:
-    """torch.inference_mode is no_grad: what it makes has no versions, which fakes need. Users decorate with it, so what it calls is replaced."""
+    """torch.inference_mode is no_grad: fakes need versions, which it makes none of. Users decorate with it, so its methods are replaced."""
     mode = torch.inference_mode
     before = mode.__enter__, mode.__exit__
     entered: list[tuple[Any, Any]] = []
