@@ -4,6 +4,7 @@ optimizer inside, the loss once more."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 import interlace
+from interlace.checkpoint.tensor_file import CheckpointError
+from interlace.train import own_steps
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
@@ -223,3 +226,14 @@ def resumed(folder: Path) -> tuple[list[float], list[float]]:
 def test_a_checkpoint_has_their_states(size: int, tmp_path: Path) -> None:
     for losses, again in ranks.run(resumed, size, tmp_path / "run"):
         assert losses == again
+
+
+def test_what_a_state_dict_may_hold() -> None:
+    norm = torch.ones(2, 3, dtype=torch.bfloat16)[:, 1:]
+    state: Any = {"state": {0: {"step": 3, "norm": norm}}, "groups": [(1.0, None, True, "x", float("inf"))]}
+    tensors: dict[str, torch.Tensor] = {}
+    made = own_steps._made(json.loads(json.dumps(own_steps._described(state, tensors, "A"))), tensors)
+    assert made["groups"] == state["groups"] and type(made["groups"][0]) is tuple and made["state"][0]["step"] == 3
+    assert torch.equal(made["state"][0]["norm"], state["state"][0]["norm"])
+    with pytest.raises(CheckpointError, match="the state_dict of A holds a type"):
+        own_steps._described({"kind": int}, tensors, "A")

@@ -5,7 +5,7 @@
     trainer.json           step, steps and hyper-parameters of each group, where the schedule stands, format version
     program.il             the program that ran, for going on with the same one; of a pipeline the first stage's,
     program-1.il           and so on, those of the others
-    own_optimizers.pt      state dicts of optimizers that make their own steps (LAMB, SAM), as torch.save has them
+    own_optimizers.safetensors   state dicts of optimizers that make their own steps (LAMB, SAM)
     scheduler.json         of a learning-rate scheduler, where the save was given one
     config.json            of Hugging Face models
     checksums.json         of every byte of the files above

@@ -10,13 +10,14 @@ they are what the optimizer sees; else they are gathered on every rank, which ho
 from __future__ import annotations
 
 import inspect
-import io
+import json
 import logging
-import pickle
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from interlace.capture.groups import has_pilot, kind_of, rules_of
 from interlace.capture.model_tensors import collect
@@ -33,7 +34,7 @@ from interlace.train.whole import whole_parameters
 
 Tensor = torch.Tensor
 log = logging.getLogger("interlace")
-FILE = "own_optimizers.pt"  # of a checkpoint: their state dicts, read with weights_only=True
+FILE = "own_optimizers.safetensors"  # of a checkpoint: the tensors of their state dicts, and in the header all else as JSON
 
 
 def let_run(optimizer: torch.optim.Optimizer, config: Config) -> None:
@@ -55,9 +56,42 @@ def own_states(optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
     states = [(type(m).__name__, m.state_dict()) for m in members_of(optimizer) if runs_itself(m)]
     if not states:
         return {}
-    data = io.BytesIO()
-    torch.save(states, data)
-    return {FILE: data.getvalue()}
+    tensors: dict[str, Tensor] = {}
+    tree = [[name, _described(state, tensors, name)] for name, state in states]
+    return {FILE: save(tensors, {"states": json.dumps(tree)})}
+
+
+def _described(x: Any, tensors: dict[str, Tensor], whose: str) -> Any:
+    """A state dict as JSON, its tensors by their names in `tensors`."""
+    if isinstance(x, Tensor):
+        name = str(len(tensors))
+        tensors[name] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(x, dict):
+        return {"dict": [[_described(k, tensors, whose), _described(v, tensors, whose)] for k, v in x.items()]}
+    if isinstance(x, (list, tuple)):
+        return {type(x).__name__: [_described(item, tensors, whose) for item in x]}
+    if x is None or type(x) in (bool, int, float, str):
+        return x
+    raise CheckpointError(f"the state_dict of {whose} holds a {type(x).__name__}: a checkpoint keeps tensors, numbers, texts, lists and dicts")
+
+
+def _made(x: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(x, dict):
+        return x
+    ((kind, content),) = x.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {_made(k, tensors): _made(v, tensors) for k, v in content}
+    return {"list": list, "tuple": tuple}[kind](_made(item, tensors) for item in content)
+
+
+def _read(data: bytes) -> list[tuple[str, Any]]:
+    size = int.from_bytes(data[:8], "little")
+    tree = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["states"])
+    tensors = load(data)
+    return [(str(name), _made(state, tensors)) for name, state in tree]
 
 
 def load_own_states(run: Run, checkpoint: Checkpoint) -> Callable[[], None]:
@@ -68,8 +102,8 @@ def load_own_states(run: Run, checkpoint: Checkpoint) -> Callable[[], None]:
     if FILE not in checkpoint.files:
         raise CheckpointError(f"{checkpoint.folder} has no {FILE}, with the states of {type(members[0]).__name__}")
     try:
-        found = [(str(name), state) for name, state in torch.load(io.BytesIO(checkpoint.read(FILE)), "cpu", weights_only=True)]
-    except (RuntimeError, EOFError, pickle.UnpicklingError, *UNREADABLE) as e:
+        found = _read(checkpoint.read(FILE))
+    except (SafetensorError, *UNREADABLE) as e:
         raise DamageError(f"{checkpoint.folder}: {FILE} cannot be read ({type(e).__name__}: {e})") from e
     names = [type(m).__name__ for m in members]
     if [name for name, _ in found] != names:
