@@ -73,7 +73,7 @@ def _described(x: Any, tensors: dict[str, Tensor], whose: str) -> Any:
         return {type(x).__name__: [_described(item, tensors, whose) for item in x]}
     if x is None or type(x) in (bool, int, float, str):
         return x
-    raise CheckpointError(f"the state_dict of {whose} holds a {type(x).__name__}: a checkpoint keeps tensors, numbers, texts, lists and dicts")
+    raise CheckpointError(f"the state_dict of {whose} holds a {type(x).__name__}: a checkpoint keeps tensors, numbers, texts, lists, dicts")
 
 
 def _made(x: Any, tensors: dict[str, Tensor]) -> Any:
