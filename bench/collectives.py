@@ -1,10 +1,11 @@
-"""Our collectives on the CPU (sockets between each two ranks, summed in rank order) against gloo's, in the same ranks.
+"""Our collectives on the CPU (between each two ranks, summed in rank order) against gloo's, in the same ranks.
 
     python bench/collectives.py
+    INTERLACE_SHARED_MEMORY=0 python bench/collectives.py    # over sockets, as between hosts
     python bench/collectives.py --ranks 4 --shard-mb 0.25 2.5 5 --rounds 30 --json out.json
 
-For an unshaped loopback the figures are bound by memory copies; shape the interface (`tc qdisc add dev lo root tbf
-...`) to see how near each comes to wire speed.
+The figures are bound by memory copies; over sockets on a shaped interface (`tc qdisc add dev lo root tbf ...`) they show how near each
+comes to wire speed.
 """
 
 from __future__ import annotations

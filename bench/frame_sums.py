@@ -32,6 +32,7 @@ def worker(args: argparse.Namespace) -> None:
     from interlace import _runtime
 
     torch.set_num_threads(1)
+    os.environ["INTERLACE_SHARED_MEMORY"] = "0"  # what goes through memory has none
     rank = int(os.environ["RANK"])  # the process group is the trainer's: with the secret of the run
     batch, model = token_batch(MATMUL_BOUND, rank=rank), llama(MATMUL_BOUND)
     config = interlace.Config(strategy=args.strategy, schedule=[])

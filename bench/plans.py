@@ -3,6 +3,7 @@
 python bench/plans.py                               # 8 plans over 2 and 4 ranks
 python bench/plans.py --plans 40 --ranks 2 4 8 --json out.json
 python bench/plans.py --plans 40 --ranks 2 4 8 --slice 0:10 --store /tmp/profile.sqlite --json out.json    # in pieces: rows are added
+python bench/plans.py --model llama-wide               # steps ten times as long, which say more of a machine
 python bench/plans.py --plans 2 --ranks 2 --steps 4    # shortest
 
 The plans are drawn by a seed: stages of unlike depth, data ranks, micro-batches, ZeRO levels and recomputed blocks; every fourth cuts
@@ -17,6 +18,7 @@ of the processors that other programs took meanwhile. Memory: the counting alloc
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -28,10 +30,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from planned import LLAMA, write_models
+
 from interlace.cli.plan_here import Here, keys_of
 from interlace.cli.plan_programs import programs_of, simulated
 
-MODEL, BLOCKS, SEQ, ACCUMULATION = "llama-tiny", 4, 64, 4
+BLOCKS, ACCUMULATION = 4, 4
+# A preset, or a config.json that is written beside the plans; tokens of a sequence.
+MODELS: dict[str, tuple[dict[str, Any] | None, int]] = {
+    "llama-tiny": (None, 64),
+    "llama-wide": (LLAMA | {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": BLOCKS, "num_attention_heads": 12,
+                            "num_key_value_heads": 12, "vocab_size": 2048}, 128),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    name: str  # a preset's, or a folder's with a config.json
+    seq: int
+
+
 WANTED = {"mean": 6.0, "worst": 15.0, "memory_worst": 1.0}
 
 
@@ -64,13 +82,13 @@ def _splits(total: int, parts: int) -> list[list[int]]:
     return [[first, *rest] for first in range(1, total) for rest in _splits(total - first, parts - 1)]
 
 
-def plan_text(stages: list[dict[str, Any]], limit: int = 1 << 30) -> str:
+def plan_text(model: Model, stages: list[dict[str, Any]], limit: int = 1 << 30) -> str:
     """The file of a plan, without predictions."""
     ranks = sum(stage["dp"] * stage["tp"] for stage in stages)
     rows = max(stage["dp"] for stage in stages)  # of a micro-batch of all data ranks
     text = (
-        f'interlace-plan 1\nmodel "{MODEL}"\ncluster "local-{ranks}"\ndevices {ranks} per_node {ranks}\nblocks {BLOCKS}\n'
-        f'global_batch {rows * ACCUMULATION}\nsequence {SEQ}\nflash_attention yes\ndtype "float32"\nmemory_limit {limit}\n'
+        f'interlace-plan 1\nmodel "{model.name}"\ncluster "local-{ranks}"\ndevices {ranks} per_node {ranks}\nblocks {BLOCKS}\n'
+        f'global_batch {rows * ACCUMULATION}\nsequence {model.seq}\nflash_attention yes\ndtype "float32"\nmemory_limit {limit}\n'
         f'template runtime\naccumulation {ACCUMULATION}\nspace "by hand"\n'
     )
     block = device = 0
@@ -97,13 +115,13 @@ def name_of(stages: list[dict[str, Any]]) -> str:
     return " | ".join(parts)
 
 
-def with_predictions(stages: list[dict[str, Any]], layers: str, cluster: str) -> str:
+def with_predictions(model: Model, stages: list[dict[str, Any]], layers: str, cluster: str) -> str:
     """The plan's file, with the limit that it just fits."""
     from interlace import _core
 
-    text = _core.predict_plan(plan_text(stages), layers, cluster)
+    text = _core.predict_plan(plan_text(model, stages), layers, cluster)
     peak = max(stage["peak_bytes"] for stage in json.loads(_core.read_plan(text))["stages"])
-    return str(_core.predict_plan(plan_text(stages, peak + peak // 100), layers, cluster))
+    return str(_core.predict_plan(plan_text(model, stages, peak + peak // 100), layers, cluster))
 
 
 def processor_s() -> tuple[float, float]:
@@ -114,12 +132,14 @@ def processor_s() -> tuple[float, float]:
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK"), children.children_user + children.children_system
 
 
-def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, host: Here, steps: int) -> dict[str, Any] | None:
+def carried_out(
+    model: Model, stages: list[dict[str, Any]], file: Path, layers: str, host: Here, steps: int
+) -> dict[str, Any] | None:  # fmt: skip
     """What was measured beside what was predicted; None: it failed, as said on stderr."""
     from interlace import _core
 
     ranks = sum(stage["dp"] * stage["tp"] for stage in stages)
-    file.write_text(with_predictions(stages, layers, host.text))
+    file.write_text(with_predictions(model, stages, layers, host.text))
     planned = json.loads(_core.read_plan(file.read_text()))
     words = ["train", "--plan", str(file), "--steps", str(steps), "--json", "--threads", "1"]
     words += ["--tier", "host"] if any(stage["states"] for stage in stages) else []
@@ -148,29 +168,29 @@ def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, host: Her
     }  # fmt: skip
 
 
-def measured_host(ranks: int, micro_batches: list[int], store: Path) -> Here:
+def measured_host(model: Model, ranks: int, micro_batches: list[int], store: Path) -> Here:
     """So many ranks of this machine, measured for these micro-batches of the model, each once in a store."""
     here = Here(f"local-{ranks}", None, str(store))
     for b in micro_batches:
         done = store.with_name(f"{store.name}.{ranks}x{b}")
         if not done.exists():
-            here.measure(MODEL, b, SEQ)
+            here.measure(model.name, b, model.seq)
             done.touch()
     return here
 
 
-def measure_cuts(host: Here, stages: list[dict[str, Any]], layers: str) -> None:
+def measure_cuts(host: Here, model: Model, stages: list[dict[str, Any]], layers: str) -> None:
     """The ops of a model whose products are cut as on these stages, where half of them or more have not been measured yet: of all its
     layers on one stage, which sends nothing to another."""
     from interlace import _core
 
     ranks, tp = sum(stage["dp"] * stage["tp"] for stage in stages), stages[0]["tp"]
     one = {"layers": BLOCKS, "dp": ranks // tp, "tp": tp, "zero": 0, "full": 0, "selective": 0, "states": 0}
-    plan = json.loads(_core.read_plan(with_predictions([one], layers, host.text)))
+    plan = json.loads(_core.read_plan(with_predictions(model, [one], layers, host.text)))
     for program in programs_of(plan) or []:
         keys = keys_of(text := str(program.print()))
         if host.measured is not None and 2 * len(keys & host.measured.keys) < len(keys):
-            host.measure(MODEL, plan["stages"][0]["micro_batch"], SEQ, text)
+            host.measure(model.name, plan["stages"][0]["micro_batch"], model.seq, text)
 
 
 def main() -> None:
@@ -178,6 +198,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=8, help="how many, dealt to the numbers of ranks in turns")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=20, help="of each plan")
+    parser.add_argument("--model", choices=MODELS, default="llama-tiny", help="steps of some 30 ms, or of some 300")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sketch", action="store_true", help="measure nothing first: times of the preset local-N")
     parser.add_argument("--slice", default="", help="run only the plans numbered A to B - 1: A:B")
@@ -189,7 +210,7 @@ def main() -> None:
     from interlace.plan.layers import model_text
 
     logging.set_verbosity_error()
-    rng, layers, found = random.Random(args.seed), model_text(MODEL, seq=SEQ, dtype="float32"), []
+    rng, found = random.Random(args.seed), []
     plans = [drawn(rng, args.ranks[i % len(args.ranks)], i) for i in range(args.plans)]
     first, _, end = args.slice.partition(":")
     wanted = range(len(plans))[int(first or 0) : int(end or len(plans))]
@@ -198,13 +219,17 @@ def main() -> None:
         by_ranks.setdefault(sum(stage["dp"] * stage["tp"] for stage in plans[number]), []).append(number)
     print(f"{'plan':<52} {'measured':>9} {'planned':>9} {'':>8}  {'by':<8}  {'others':>6}  memory of each rank, measured MB and planned")
     with tempfile.TemporaryDirectory() as folder:
+        config, seq = MODELS[args.model]
+        model = Model(args.model if config is None else str(Path(folder) / args.model), seq)
+        write_models({} if config is None else {args.model: config}, Path(folder))
+        layers = model_text(model.name, seq=seq, dtype="float32")
         for ranks, several in sorted(by_ranks.items()):
             sizes = sorted({max(s["dp"] for s in plans[number]) // stage["dp"] for number in several for stage in plans[number]})
-            host = measured_host(ranks, [] if args.sketch else sizes, Path(args.store or Path(folder) / "profile.sqlite"))
+            host = measured_host(model, ranks, [] if args.sketch else sizes, Path(args.store or Path(folder) / "profile.sqlite"))
             for number in several:
                 if plans[number][0]["tp"] > 1 and not args.sketch:
-                    measure_cuts(host, plans[number], layers)
-                row = carried_out(plans[number], Path(folder) / f"{number}.plan", layers, host, args.steps)
+                    measure_cuts(host, model, plans[number], layers)
+                row = carried_out(model, plans[number], Path(folder) / f"{number}.plan", layers, host, args.steps)
                 if row is not None:
                     found.append({"number": number} | row)
                     show(row)

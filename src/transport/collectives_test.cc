@@ -232,8 +232,9 @@ void RunProgram(Collectives& group, const std::vector<Step>& steps, uint64_t ord
 }
 
 TEST(Collectives, RandomTransfersGiveTheBitsOfAPlainLoop) {
-  for (int size = 1; size <= 4; ++size) {
-    const auto meshes = MeshesOf("dp", RanksTo(size));
+  for (int i = 0; i < 8; ++i) {
+    const int size = 1 + i % 4;
+    const auto meshes = MeshesOf("dp", RanksTo(size), {}, /*shares_memory=*/i >= 4);
     for (uint64_t seed = 0; seed < 3; ++seed) {
       std::vector<Step> steps = RandomProgram(10 * seed + size, std::max(size, 2), 30);
       if (size == 1) std::erase_if(steps, [](const Step& step) { return step.kind > 3; });

@@ -27,7 +27,7 @@ namespace interlace {
 
 namespace {
 
-constexpr uint32_t kHelloMagic = 0x314d4c49;  // "ILM1"
+constexpr uint32_t kHelloMagic = 0x324d4c49;  // "ILM2"
 // The kernel holds this much of what one rank sent and the other has not asked for yet, each way.
 constexpr int kBufferBytes = 4 << 20;
 
@@ -68,7 +68,8 @@ Address Loopback() {
 // What ranks tell one another through the group: where they are, and then where they listen.
 struct Where {
   char host[64] = {};  // the boot of the machine and the network namespace
-  int32_t encrypts = 0;
+  int32_t encrypts = 0, shares_memory = 0;
+  uint64_t processes = 0;  // the namespace in which they have numbers
 };
 struct Listener {
   uint32_t magic = kHelloMagic;
@@ -81,6 +82,7 @@ struct Greeting {
   int32_t rank = 0;     // who connects
   int32_t control = 0;  // 1: the connection for notes
   uint8_t secret[16] = {};
+  RingOffer rings;  // on the connection for data, where both are on one host; answered with a byte, 1: they are used
 };
 
 template <typename T>
@@ -174,8 +176,13 @@ Where WhereAmI() {
   struct stat net {};
   stat("/proc/self/ns/net", &net);
   Where where;
+  where.processes = stat("/proc/self/ns/pid", &net) == 0 ? net.st_ino : 0;
   std::strncpy(where.host, (boot + "/" + std::to_string(net.st_ino)).c_str(), sizeof(where.host) - 1);
   return where;
+}
+
+bool ShareMemory(const Where& a, const Where& b) {
+  return a.shares_memory && b.shares_memory && std::strcmp(a.host, b.host) == 0 && a.processes == b.processes;
 }
 
 // The address of an interface: IPv4 when it has one.
@@ -282,9 +289,34 @@ Result<Socket> ConnectTo(SocketCalls& calls, const Listener& listener, const Gre
   return made;
 }
 
+// Of a peer that was accepted: takes the rings that it offers, and says whether it did.
+void AnswerOffer(SocketCalls& calls, const RingOffer& offer, PeerSockets& peer) {
+  peer.rings = SharedRings::Open(offer);
+  const char answer = peer.rings ? 1 : 0;  // the first byte that is sent here
+  calls.SendBytes(peer.data.fd(), &answer, 1, MSG_NOSIGNAL);
+}
+
+// What a peer said to the rings that were offered to it, if there were any. Error: it has gone, or is silent.
+Status HearAnswer(SocketCalls& calls, int64_t deadline_ns, PeerSockets& peer) {
+  char answer = 0;
+  while (true) {
+    const ssize_t got = calls.ReceiveBytes(peer.data.fd(), &answer, 1, MSG_DONTWAIT);
+    if (got == 1) break;
+    if (got == 0) return MakeError("it closed the connection");
+    if (errno != EAGAIN && errno != EINTR) return MakeError(std::strerror(errno));
+    pollfd ready{peer.data.fd(), POLLIN, 0};
+    if (errno == EAGAIN && calls.Poll(&ready, 1, MillisecondsTo(calls, deadline_ns)) == 0)
+      return MakeError("it says nothing");
+  }
+  if (answer != 1) peer.rings.reset();
+  if (peer.rings) peer.rings->WithdrawOffer();
+  return Ok{};
+}
+
 // Accepts both connections of every higher rank. Strangers, and those that say nothing, are dropped.
 Status AcceptPeers(SocketCalls& calls, const RankGroup& group, const Socket& listening, const Listener& mine,
-                   const std::string& key, int64_t deadline_ns, std::vector<PeerSockets>& peers) {
+                   const std::string& key, const std::vector<Where>& places, int64_t deadline_ns,
+                   std::vector<PeerSockets>& peers) {
   struct Guest {
     Socket socket;
     Greeting greeting;
@@ -298,7 +330,7 @@ Status AcceptPeers(SocketCalls& calls, const RankGroup& group, const Socket& lis
     for (const Guest& guest : guests) ready.push_back({guest.socket.fd(), POLLIN, 0});
     const int count = calls.Poll(ready.data(), ready.size(), MillisecondsTo(calls, deadline_ns));
     if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) {
+    if (count <= 0 || calls.Nanos() > deadline_ns) {  // strangers that come without end do not put it off
       std::string names;
       for (int64_t rank = group.index + 1; rank < group.size(); ++rank) {
         if (!peers[rank].data || !peers[rank].control) names += (names.empty() ? "" : ", ") + std::to_string(rank);
@@ -314,15 +346,18 @@ Status AcceptPeers(SocketCalls& calls, const RankGroup& group, const Socket& lis
           calls.ReceiveBytes(guest.socket.fd(), place, sizeof(Greeting) - guest.got, MSG_DONTWAIT);
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
       guest.got += got > 0 ? static_cast<size_t>(got) : 0;
-      if (got > 0 && guest.got < sizeof(Greeting)) continue;
       const Greeting& said = guest.greeting;
+      const bool stranger = guest.got >= sizeof said.magic && said.magic != kHelloMagic;
+      if (got > 0 && !stranger && guest.got < sizeof(Greeting)) continue;
       Greeting wanted = said;
       if (got > 0) Prove(key, mine, wanted);
-      if (got > 0 && said.magic == kHelloMagic && said.rank > group.index && said.rank < group.size() &&
+      if (got > 0 && !stranger && said.rank > group.index && said.rank < group.size() &&
           SameSecret(said.secret, wanted.secret)) {
         Socket& place = said.control != 0 ? peers[said.rank].control : peers[said.rank].data;
         if (!place) {
           place = std::move(guest.socket);
+          if (said.control == 0 && ShareMemory(places[said.rank], places[group.index]))
+            AnswerOffer(calls, said.rings, peers[said.rank]);
           --missing;
         }
       }
@@ -343,15 +378,19 @@ Status AcceptPeers(SocketCalls& calls, const RankGroup& group, const Socket& lis
 }  // namespace
 
 Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s,
-                                              SocketCalls& calls) {
+                                              SocketCalls& calls, bool shares_memory) {
   const int64_t deadline_ns = calls.Nanos() + static_cast<int64_t>(timeout_s * 1e9);
   const auto failure = [&](const auto&... parts) { return MakeError("axis ", group.axis, ": ", parts...); };
   INTERLACE_ASSIGN(const std::string key, KeyOfRun());
   Where here = WhereAmI();
   INTERLACE_ASSIGN(const bool encrypts, Encrypts(key));
   here.encrypts = encrypts;
+  here.shares_memory = shares_memory && !encrypts;  // what is encrypted is, on one host as well
   INTERLACE_ASSIGN(const std::vector<Where> places, ExchangeAll(group, exchange, here));
   if (Status alike = CheckAllAlike(places); !alike.ok()) return failure(alike.error().ToString());
+
+  const uint64_t ring_bytes = SharedRings::RingBytes(
+      std::count_if(places.begin(), places.end(), [&](const Where& where) { return ShareMemory(where, here); }) - 1);
 
   // A rank that cannot listen says so to the others with an empty address, instead of leaving them waiting.
   Listener mine;
@@ -390,6 +429,8 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
       Greeting greeting;
       greeting.rank = static_cast<int32_t>(group.index);
       greeting.control = control;
+      if (!control && ShareMemory(places[rank], here)) peers[rank].rings = SharedRings::Create(ring_bytes);
+      if (!control && peers[rank].rings) greeting.rings = peers[rank].rings->offer();
       Prove(key, all[rank], greeting);
       Result<Socket> made = ConnectTo(calls, all[rank], greeting, deadline_ns);
       if (!made.ok()) {
@@ -399,8 +440,14 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
       (control ? peers[rank].control : peers[rank].data) = std::move(*made);
     }
   }
-  if (Status accepted = AcceptPeers(calls, group, listening, mine, key, deadline_ns, peers); !accepted.ok())
+  if (Status accepted = AcceptPeers(calls, group, listening, mine, key, places, deadline_ns, peers);
+      !accepted.ok())
     return failure(accepted.error().ToString());
+  for (int64_t rank = 0; rank < group.index; ++rank) {
+    if (!ShareMemory(places[rank], here)) continue;
+    if (Status heard = HearAnswer(calls, deadline_ns, peers[rank]); !heard.ok())
+      return failure("rank ", rank, " was lost while the ranks connected: ", heard.error().ToString());
+  }
   const bool several_hosts = std::any_of(
       places.begin(), places.end(), [&](const Where& where) { return std::strcmp(where.host, places[0].host) != 0; });
   for (int64_t rank = 0; rank < group.size(); ++rank) {

@@ -10,17 +10,23 @@
 // proof instead, and where ranks are on several hosts, frames have tags that nobody makes without it (frame_sum.h).
 // With INTERLACE_ENCRYPT=1, too, frames are encrypted (cipher.h), on one host as well; all ranks must have it, or none.
 //
+// Ranks of one host that do not encrypt have their data in memory that both see (shared_rings.h), unless one of them has
+// INTERLACE_SHARED_MEMORY=0 or the system does not allow it; the connection then wakes up who sleeps, and ends with its
+// rank.
+//
 // The system asks the other end of the connection for notes whether its host is there, every few seconds: a host that
 // is cut off ends it after kDeadSeconds, whatever the timeout of the operation.
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/result.h"
 #include "transport/group.h"
+#include "transport/shared_rings.h"
 #include "transport/socket_calls.h"
 
 namespace interlace {
@@ -51,6 +57,7 @@ inline constexpr int kDeadSeconds = 8;
 
 struct PeerSockets {
   Socket data, control;
+  std::unique_ptr<SharedRings> rings = {};      // with a peer of this host: what is sent on `data` goes through them
   std::string send_key = {}, receive_key = {};  // of the frames on `data`, 32 bytes; empty: they have checksums
   bool encrypts = false;                        // the keys are those of a cipher
 };
@@ -59,9 +66,10 @@ struct PeerSockets {
 using ExchangeBytes = std::function<Result<std::vector<std::string>>(const std::string& mine)>;
 
 // Two non-blocking connections to every peer, by index (none to this rank). All ranks of the group must call it
-// together. Error: no address to listen on, a rank that cannot be reached within the timeout, or one that encrypts
+// together. `shares_memory`: with ranks that do so too, have the same host and see this process, what is sent goes
+// through rings that both have. Error: no address to listen on, a rank that cannot be reached within the timeout, or one that encrypts
 // where another does not.
 Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s,
-                                              SocketCalls& calls = SystemCalls());
+                                              SocketCalls& calls = SystemCalls(), bool shares_memory = false);
 
 }  // namespace interlace

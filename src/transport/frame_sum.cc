@@ -18,7 +18,7 @@ FrameSum::FrameSum(const std::string& key, uint64_t number) : keyed_(!key.empty(
 }
 
 void FrameSum::Add(const void* data, size_t size) {
-  if (left_out()) return;
+  if (none_ || left_out()) return;
   if (!keyed_) {
     crc_ = Crc32c(crc_, data, size);
     return;

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 
@@ -40,13 +41,18 @@ bool SendsForLong(SocketCalls& calls, int fd) {
   return info.tcpi_notsent_bytes > kMomentS * static_cast<double>(info.tcpi_delivery_rate);
 }
 
+bool SharesMemory() {
+  const char* given = std::getenv("INTERLACE_SHARED_MEMORY");
+  return given == nullptr || std::string(given) != "0";
+}
+
 // Null also while a benchmark leaves it out.
 Cipher* InUse(const std::unique_ptr<Cipher>& cipher) { return FrameSum::left_out() ? nullptr : cipher.get(); }
 
 }  // namespace
 
 Result<std::shared_ptr<Mesh>> Mesh::Connect(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s) {
-  INTERLACE_ASSIGN(std::vector<PeerSockets> sockets, ConnectPeers(group, exchange, timeout_s));
+  INTERLACE_ASSIGN(std::vector<PeerSockets> sockets, ConnectPeers(group, exchange, timeout_s, SystemCalls(), SharesMemory()));
   return std::make_shared<Mesh>(group, std::move(sockets));
 }
 
@@ -97,6 +103,7 @@ void Mesh::Enqueue(Operation& operation) {
   operation.number = next_number_++;
   operation.open.assign(operation.rounds.size(), 0);
   const auto add = [&](Queue& queue, uint64_t& count, const std::string& key, size_t round, const PeerSpan& piece) {
+    const Peer& peer = peers_[piece.peer];
     if (queue.empty() || queue.back().operation != &operation || queue.back().round != round) {
       Frame& made = queue.emplace_back();
       made.operation = &operation;
@@ -105,13 +112,13 @@ void Mesh::Enqueue(Operation& operation) {
       made.expected.kind = operation.kind;
       made.expected.number = count++;
       operation.tag.copy(made.expected.tag, sizeof(made.expected.tag) - 1);
-      made.sum = FrameSum(key, made.expected.number);
+      made.sum = peer.sockets.rings ? FrameSum::None() : FrameSum(key, made.expected.number);
       made.pieces.push_back({&made.header, sizeof made.header});
       ++operation.open[round];
     }
     Frame& frame = queue.back();
     frame.expected.bytes += piece.bytes;
-    if (peers_[piece.peer].seal && frame.expected.bytes > Cipher::kMostBytes)
+    if (peer.seal && frame.expected.bytes > Cipher::kMostBytes)
       failure_ = MakeError(operation.label, ": more than 63 GiB at once cannot be encrypted; use more ranks or units");
     for (size_t at = 0; at < piece.bytes; at += kPieceBytes)
       frame.pieces.push_back({piece.data + at, std::min(kPieceBytes, piece.bytes - at)});
@@ -180,7 +187,7 @@ uint64_t Mesh::FirstToHold() const {
       return next + 1;  // begun
   }
   for (const Peer& peer : peers_) {
-    if (first(peer) && peer.error < 0 && SendsForLong(calls_, peer.sockets.data.fd())) return next;
+    if (first(peer) && peer.error < 0 && !peer.sockets.rings && SendsForLong(calls_, peer.sockets.data.fd())) return next;
   }
   return next + 1;
 }
@@ -283,6 +290,18 @@ void Mesh::Advance(Operation& operation) {
   }
 }
 
+ssize_t Mesh::Send(Peer& peer, const msghdr& message) {
+  const int fd = peer.sockets.data.fd();
+  if (peer.sockets.rings) return peer.sockets.rings->Send(calls_, fd, message);
+  return calls_.Send(fd, message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+ssize_t Mesh::Receive(Peer& peer, msghdr& message) {
+  const int fd = peer.sockets.data.fd();
+  if (peer.sockets.rings) return peer.sockets.rings->Receive(calls_, fd, message);
+  return calls_.Receive(fd, message, MSG_DONTWAIT);
+}
+
 bool Mesh::Write(Peer& peer, uint64_t hold) {
   bool moved = false;
   iovec batch[kBatch];
@@ -291,7 +310,7 @@ bool Mesh::Write(Peer& peer, uint64_t hold) {
     const size_t wanted = Collect(peer, &hold, batch, message);
     peer.held = wanted == 0;
     if (peer.held) break;
-    const ssize_t sent = calls_.Send(peer.sockets.data.fd(), message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t sent = Send(peer, message);
     if (sent < 0) {
       if (errno == EINTR) continue;
       if (errno != EAGAIN && errno != EWOULDBLOCK) peer.error = errno;
@@ -319,7 +338,7 @@ bool Mesh::Read(Peer& peer) {
   msghdr message;
   while (!peer.in.empty() && peer.error < 0 && !peer.differs) {
     const size_t wanted = Collect(peer, nullptr, batch, message);
-    const ssize_t got = calls_.Receive(peer.sockets.data.fd(), message, MSG_DONTWAIT);
+    const ssize_t got = Receive(peer, message);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
     if (got <= 0) {
@@ -390,20 +409,24 @@ bool Mesh::MustStop(const Operation& operation) const {
   return std::any_of(unfinished.begin(), unfinished.end(), [&](int peer) { return broken(peers_[peer]); });
 }
 
-// What to sleep for, two entries a peer: its data, its notes. Whether something is held, which no event tells the end
-// of.
-bool Mesh::CollectEvents(std::vector<pollfd>& events) const {
+// What to sleep for, two entries a peer: its data, its notes. For how many milliseconds at most: no event tells the end
+// of what is held.
+double Mesh::CollectEvents(std::vector<pollfd>& events) const {
   events.clear();
-  bool any_held = false;
+  double most_ms = 60'000;
   for (const Peer& peer : peers_) {
     const bool live = peer.error < 0 && !peer.differs, held = !peer.out.empty() && peer.held;
-    const int wanted = live ? (peer.in.empty() ? 0 : POLLIN) | (peer.out.empty() || held ? 0 : POLLOUT) : 0;
-    any_held |= live && held;
+    int wanted = live ? (peer.in.empty() ? 0 : POLLIN) | (peer.out.empty() || held ? 0 : POLLOUT) : 0;
+    if (live && held) most_ms = std::min(most_ms, 1.0);
+    if (wanted != 0 && peer.sockets.rings) {
+      if (!peer.sockets.rings->MaySleep((wanted & POLLIN) != 0, (wanted & POLLOUT) != 0)) most_ms = 0;
+      wanted = POLLIN;
+    }
     // poll leaves out what is negative.
     events.push_back({wanted != 0 ? peer.sockets.data.fd() : -1, static_cast<short>(wanted), 0});
     events.push_back({peer.witness.closed ? -1 : peer.sockets.control.fd(), POLLIN, 0});
   }
-  return any_held;
+  return most_ms;
 }
 
 Status Mesh::Finish(Operation& operation, double timeout_s) {
@@ -432,9 +455,8 @@ Status Mesh::Finish(Operation& operation, double timeout_s) {
       return Fail(operation, static_cast<double>(now_ns - begin_ns) / 1e9);
     last_look = left_ms <= 0;
     if (last_look) continue;
-    const bool held = CollectEvents(events);
+    const double sleep_ms = std::min(left_ms, CollectEvents(events));
     lock.unlock();
-    const double sleep_ms = std::min(left_ms, held ? 1.0 : 60'000.0);
     calls_.Poll(events.data(), events.size(), static_cast<int>(sleep_ms));
     // A process that was stopped has not listened: what it slept meanwhile is no silence of its peers.
     const auto slept_ns = static_cast<double>(calls_.Nanos() - now_ns);
@@ -442,6 +464,8 @@ Status Mesh::Finish(Operation& operation, double timeout_s) {
     lock.lock();
     if (failure_) return *failure_;
     for (size_t i = 0; i < peers_.size(); ++i) {
+      PeerSockets& sockets = peers_[i].sockets;
+      if (sockets.rings && events[2 * i].fd >= 0) sockets.rings->Wake(calls_, sockets.data.fd());
       if (events[2 * i + 1].revents != 0) ReadNote(peers_[i]);
     }
   }

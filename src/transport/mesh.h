@@ -118,6 +118,8 @@ class Mesh {
   bool Write(Peer& peer, uint64_t hold);
   bool Read(Peer& peer);
   static size_t Collect(Peer& peer, const uint64_t* hold, iovec* batch, msghdr& message);
+  ssize_t Send(Peer& peer, const msghdr& message);
+  ssize_t Receive(Peer& peer, msghdr& message);
   static bool SumPiece(Peer& peer, Frame& frame, size_t piece);
   static size_t Take(Frame& frame, size_t bytes);
   static size_t TakeIn(Peer& peer, size_t bytes);
@@ -128,7 +130,7 @@ class Mesh {
   void FindUnfinished(const Operation& operation, std::vector<bool>& found) const;
   std::vector<int> Unfinished(const Operation& operation) const;
   bool MustStop(const Operation& operation) const;
-  bool CollectEvents(std::vector<pollfd>& events) const;
+  double CollectEvents(std::vector<pollfd>& events) const;
   Error Fail(const Operation& operation, double elapsed_s);
   void Listen(int64_t patience_ms, bool all);
   Verdict JudgePeers(const Note& own);

@@ -196,15 +196,26 @@ TEST(Mesh, ADamagedNoteIsNotBelieved) {
   }
 }
 
-TEST(Mesh, ARankThatLeftIsTold) {
-  const auto meshes = MeshesOf("dp", {4, 6}, kImpatient);
+// Over TCP and through memory.
+class MeshOfRanks : public testing::TestWithParam<bool> {
+ public:
+  static std::vector<std::shared_ptr<Mesh>> Make(const std::vector<int64_t>& ranks, MeshOptions options = {}) {
+    return MeshesOf("dp", ranks, options, GetParam());
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Mesh, MeshOfRanks, testing::Bool(), [](const auto& info) {
+  return info.param ? "Memory" : "Tcp";
+});
+
+TEST_P(MeshOfRanks, ARankThatLeftIsTold) {
+  const auto meshes = Make({4, 6}, kImpatient);
   meshes[1]->Leave();
   ExpectHas(Gather().Run(*meshes[0], kLong), "gather u0 on axis dp: rank 6 (1 on axis dp) was lost after ");
   EXPECT_EQ(Gather().Run(*meshes[1], kLong), "this rank has left axis dp; compile again to go on");
 }
 
-TEST(Mesh, RanksThatDifferAreTold) {
-  const auto meshes = MeshesOf("dp", RanksTo(2));
+TEST_P(MeshOfRanks, RanksThatDifferAreTold) {
+  const auto meshes = Make(RanksTo(2));
   std::vector<std::string> texts(2);
   OnEachRank(2, [&](int rank) {
     Collectives group(meshes[rank], kLong);
@@ -218,8 +229,8 @@ TEST(Mesh, RanksThatDifferAreTold) {
 }
 
 // Rank 2 of three never begins. The others wait for it directly, and for one another behind it.
-TEST(Mesh, TheSilentRankIsNamedAndNotThoseThatWaitForIt) {
-  const auto meshes = MeshesOf("dp", RanksTo(3), {.lost_patience_ms = 500, .silent_patience_ms = 500});
+TEST_P(MeshOfRanks, TheSilentRankIsNamedAndNotThoseThatWaitForIt) {
+  const auto meshes = Make(RanksTo(3), {.lost_patience_ms = 500, .silent_patience_ms = 500});
   OnEachRank(2, [&](int rank) {
     Collectives group(meshes[rank], 0.1);
     std::vector<char> value(1 << 17), receive(1 << 18);

@@ -58,14 +58,17 @@ inline std::vector<int64_t> RanksTo(int size) {
   return ranks;
 }
 
-// Each rank's connections to all others, over TCP.
-inline std::vector<std::vector<PeerSockets>> ConnectRanks(const std::string& axis, const std::vector<int64_t>& ranks) {
+// Each rank's connections to all others, over TCP or through memory.
+inline std::vector<std::vector<PeerSockets>> ConnectRanks(const std::string& axis, const std::vector<int64_t>& ranks,
+                                                          bool shares_memory = false) {
   const int size = static_cast<int>(ranks.size());
   std::vector<std::vector<PeerSockets>> sockets(size);
   Meeting meeting(size);
   OnEachRank(size, [&](int rank) {
-    Result<std::vector<PeerSockets>> made = ConnectPeers({axis, ranks, rank}, meeting.For(rank), 30);
+    Result<std::vector<PeerSockets>> made =
+        ConnectPeers({axis, ranks, rank}, meeting.For(rank), 30, SystemCalls(), shares_memory);
     ASSERT_TRUE(made.ok()) << made.error().ToString();
+    for (int peer = 0; peer < size; ++peer) EXPECT_EQ((*made)[peer].rings != nullptr, shares_memory && peer != rank);
     sockets[rank] = std::move(*made);
   });
   return sockets;
@@ -73,8 +76,8 @@ inline std::vector<std::vector<PeerSockets>> ConnectRanks(const std::string& axi
 
 // The meshes of a group's ranks.
 inline std::vector<std::shared_ptr<Mesh>> MeshesOf(const std::string& axis, const std::vector<int64_t>& ranks,
-                                                   MeshOptions options = {}) {
-  std::vector<std::vector<PeerSockets>> sockets = ConnectRanks(axis, ranks);
+                                                   MeshOptions options = {}, bool shares_memory = false) {
+  std::vector<std::vector<PeerSockets>> sockets = ConnectRanks(axis, ranks, shares_memory);
   std::vector<std::shared_ptr<Mesh>> meshes;
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank)
     meshes.push_back(std::make_shared<Mesh>(RankGroup{axis, ranks, rank}, std::move(sockets[rank]), options));

@@ -349,7 +349,7 @@ def hostile(ranks: Ranks) -> dict[str, object]:
     if ranks.rank == 0:
         comm = ranks.comm()
         return {"error": message(lambda: comm.wait(comm.start_gather([torch.ones(4)], [torch.zeros(8)], "gather u0")))}
-    exchange(ranks, bytes(68))  # where this rank is, and that it does not encrypt
+    exchange(ranks, bytes(80))  # where this rank is, and that it neither encrypts nor shares memory
     listener = struct.pack("<I4x128sI4x16s", GREETING, bytes(128), 16, bytes(16))
     address = exchange(ranks, listener)[0]
     port, host, secret = address[10:12], address[12:16], address[144:]
@@ -367,9 +367,9 @@ def hostile(ranks: Ranks) -> dict[str, object]:
 
     silent = [connect(b""), connect(b"GET")]
     for rank, key in ((1, bytes(16)), (0, secret), (7, secret)):
-        assert dropped(connect(struct.pack("<Iii16s", GREETING, rank, 0, key)))
+        assert dropped(connect(greeting(rank, 0, key)))
     assert dropped(connect(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"))
-    data, control = (connect(struct.pack("<Iii16s", GREETING, 1, kind, secret)) for kind in (0, 1))
+    data, control = (connect(greeting(1, kind, secret)) for kind in (0, 1))
     header = data.recv(64, socket.MSG_WAITALL)
     assert struct.unpack("<IiQQ", header[:24]) == (FRAME, 0, 0, 16) and header[24:].rstrip(b"\0") == b"gather u0"
     data.sendall(struct.pack("<IiQQ40s", FRAME, 0, 0, 1 << 62, b"gather \xff\n") + bytes(4096))
@@ -379,7 +379,11 @@ def hostile(ranks: Ranks) -> dict[str, object]:
     return {"note": [kind, count, culprit]}
 
 
-GREETING, FRAME = 0x314D4C49, 0x464D4C49  # first bytes of a connection, of a frame
+GREETING, FRAME = 0x324D4C49, 0x464D4C49  # first bytes of a connection, of a frame
+
+
+def greeting(rank: int, control: int, key: bytes) -> bytes:
+    return struct.pack("<Iii16s4xiiQ16s", GREETING, rank, control, key, 0, -1, 0, bytes(16))  # it offers no memory
 
 
 def exchange(ranks: Ranks, mine: bytes) -> list[bytes]:

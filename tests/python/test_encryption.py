@@ -165,12 +165,12 @@ PACKET_OUTGOING = 4
 class Heard:
     """A command of the training, in a network of its own, and all that goes over that network's loopback."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
         self.packets: list[bytes] = []
         self.over = False
         self.error: OSError | None = None
         self.code, self.said = -1, ""
-        thread = threading.Thread(target=self.run, args=(folder, *arguments))
+        thread = threading.Thread(target=self.run, args=(folder, *arguments), kwargs=variables)
         thread.start()
         thread.join()
         if self.error is not None:
@@ -178,7 +178,7 @@ class Heard:
         assert self.code == 0, self.said
         self.bytes = b"".join(self.packets)
 
-    def run(self, folder: Path, *arguments: str) -> None:
+    def run(self, folder: Path, *arguments: str, **variables: str) -> None:
         clone_newnet, siocsifflags, up = 0x40000000, 0x8914, 1
         if ctypes.CDLL(None, use_errno=True).unshare(clone_newnet) != 0:  # of this thread and the processes that it starts
             self.error = OSError(ctypes.get_errno(), "unshare")
@@ -193,7 +193,8 @@ class Heard:
             listening = threading.Thread(target=self.listen, args=(ears,))
             listening.start()
             command = [sys.executable, "-m", "interlace.cli", *TRAIN, *arguments]
-            done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+            place = environment(folder, **variables)
+            done = subprocess.run(command, cwd=folder, env=place, capture_output=True, text=True, timeout=300)
             self.code, self.said, self.over = done.returncode, done.stderr, True
             listening.join()
 
@@ -216,16 +217,21 @@ def runs_of(file: Path, found: bytes) -> int:
 
 
 def test_training_has_the_same_bits_and_nobody_reads_along(folder: Path) -> None:
-    """The parameters after step 3 are gathered by step 4: they are on the network, or are not."""
+    """The parameters after step 3 are gathered by step 4: they are on the network, or are not, as where ranks share memory."""
     heard, losses = {}, {}
-    for name, arguments in (("plain", []), ("sealed", ["--encrypt"])):
-        heard[name] = Heard(folder, "--ranks", "2", "--save", name, *SAVES, "--log", f"{name}.jsonl", *arguments).bytes
+    for name, arguments, variables in (
+        ("plain", [], {"INTERLACE_SHARED_MEMORY": "0"}), ("memory", [], {}), ("sealed", ["--encrypt"], {}),
+    ):  # fmt: skip
+        run = Heard(folder, "--ranks", "2", "--save", name, *SAVES, "--log", f"{name}.jsonl", *arguments, **variables)
+        heard[name] = run.bytes
         losses[name] = [json.loads(line)["loss"] for line in (folder / f"{name}.jsonl").read_text().splitlines() if '"loss"' in line]
-    assert losses["plain"] == losses["sealed"] and len(losses["plain"]) == 4
+    assert losses["plain"] == losses["memory"] == losses["sealed"] and len(losses["plain"]) == 4
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (folder / "plain" / file).read_bytes() == (folder / "sealed" / file).read_bytes()
+        for name in ("memory", "sealed"):
+            assert (folder / "plain" / file).read_bytes() == (folder / name / file).read_bytes()
     assert runs_of(folder / "plain.step-3" / "model.safetensors", heard["plain"]) > 100
-    assert runs_of(folder / "sealed.step-3" / "model.safetensors", heard["sealed"]) == 0
+    for name in ("memory", "sealed"):
+        assert runs_of(folder / f"{name}.step-3" / "model.safetensors", heard[name]) == 0
 
 
 def test_ranks_without_a_secret_or_of_two_kinds_do_not_start(folder: Path) -> None:

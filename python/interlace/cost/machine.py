@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-LOOPBACK = "loopback"
+MEMORY, LOOPBACK = "memory", "loopback"  # what ranks of one host send goes through the former, unless they are told not to
 KERNELS = 3  # of ours for processors: counts up where their times change (attention, products), so that they are measured again
 # Of an accelerator's memory, what programs take beside what is planned: cuBLAS's workspace of a stream on an H100, and the allocator's
 # rounding, which makes 5.56 GB 0.7 % more there and 3.60 GB 1.15 %. What is free of a device also serves what is no program's.
@@ -26,7 +26,7 @@ class Machine:
     torch: str
     threads: int  # of a rank
     ranks: int  # on a host
-    network: str = LOOPBACK
+    network: str = MEMORY
     accelerator: str = ""  # the ranks' devices, where they compute on other ones than the processor
 
     @classmethod
@@ -43,7 +43,7 @@ class Machine:
 
     @property
     def fingerprint(self) -> str:
-        """ "AMD EPYC 7B13, 2 cores, torch 2.13.0, kernels 3, 1 thread, 2 ranks, loopback"."""
+        """ "AMD EPYC 7B13, 2 cores, torch 2.13.0, kernels 3, 1 thread, 2 ranks, memory"."""
         threads, ranks = (f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((self.threads, "thread"), (self.ranks, "rank")))
         text = f"{self.host}, {threads}, {ranks}"
         return text if self.ranks == 1 else f"{text}, {self.network}"
@@ -107,9 +107,11 @@ def beside_bytes(device: Any, limit: int) -> int:
 
 
 def network_name() -> str:
-    """The interface that gloo was told to use, or loopback."""
+    """The interface that gloo was told to use, or what ranks of one host have."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return LOOPBACK if name == "lo" else name
+    if name != "lo":
+        return name
+    return LOOPBACK if os.environ.get("INTERLACE_SHARED_MEMORY") == "0" or os.environ.get("INTERLACE_ENCRYPT") == "1" else MEMORY
 
 
 def cores() -> int:

@@ -8,7 +8,7 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t kGreetingBytes = 28;
+constexpr int64_t kGreetingBytes = 64;
 
 FaultCase::Op DrawOp(Draw& draw, int size, bool small) {
   using Op = FaultCase::Op;

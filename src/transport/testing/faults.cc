@@ -275,8 +275,9 @@ void Run::Judge() {
   const std::set<int> allowed = Allowed();
   const bool all_met = met_ == case_.size;
   int64_t first_ns = kNever;  // error
-  for (const RankEnd& end : out_.ranks) {
-    if (!end.error.empty()) first_ns = std::min(first_ns, end.end_ns);
+  for (int rank = 0; rank < case_.size; ++rank) {
+    if (case_.kind == FaultCase::kCutOff && rank == case_.culprit) continue;  // nobody can hear of its error
+    if (!out_.ranks[rank].error.empty()) first_ns = std::min(first_ns, out_.ranks[rank].end_ns);
   }
   for (int rank = 0; rank < case_.size; ++rank) {
     const RankEnd& end = out_.ranks[rank];
@@ -292,6 +293,7 @@ void Run::Judge() {
     if (!all_met || (ill && case_.kind != FaultCase::kStall)) continue;
     if (!ill && !Says(end.error)) Problem(who + "says something else: " + end.error);
     if (end.named.empty()) Problem(who + "names nobody: " + end.error);
+    if (ill && case_.note_fault) continue;  // it may have missed what the others say of it
     for (const int named : end.named) {
       if (allowed.count(named) == 0 && !allowed.empty()) Problem(who + "blames an innocent rank: " + end.error);
     }

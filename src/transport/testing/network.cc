@@ -286,6 +286,11 @@ short Network::Events(int fd, short wanted) {
 
 int Network::Poll(pollfd* fds, nfds_t count, int timeout_ms) {
   ++calls_;
+  for (nfds_t i = 0; i < count; ++i) {
+    if (fds[i].fd < kFirst || dead_.count(At(fds[i].fd).rank) == 0) continue;
+    turns_.Sleep(std::max(timeout_ms, 1) * int64_t{1'000'000});  // what has been killed does nothing: its deadline comes
+    break;
+  }
   const auto look = [this, fds, count] {
     int ready = 0;
     for (nfds_t i = 0; i < count; ++i) ready += (fds[i].revents = Events(fds[i].fd, fds[i].events)) != 0;
