@@ -127,17 +127,12 @@ def different_shapes() -> str:
     rank, _ = parity.rank_and_size()
     model = zoo.build("llama", torch.float32)
     batch = parity.batch_of("llama", 0, rank, 1)
-    with (
-        interlace.compile(
-            model,
-            parity.make_optimizer("adamw", model),
-            zoo.causal_loss,
-            batch,
-            interlace.Config(timeout_s=20, schedule=[]),
-        ) as trainer,
-        pytest.raises(interlace.InterlaceError) as error,
-    ):
-        trainer.evaluate(zoo.tokens(2 + rank, 7))
+    config = interlace.Config(timeout_s=20, schedule=[])
+    with interlace.compile(model, parity.make_optimizer("adamw", model), zoo.causal_loss, batch, config) as trainer:
+        with pytest.raises(interlace.InterlaceError) as error:
+            trainer.evaluate(zoo.tokens(2 + rank, 7))
+        trainer.evaluate(zoo.tokens(2, 7))  # and training goes on
+        trainer.step(batch)
     return str(error.value)
 
 

@@ -216,6 +216,23 @@ def test_stages_must_have_the_same_rows() -> None:
         assert "ranks 0 (stage 0) and 2 (stage 1) have other rows in micro-batch 0" in str(outcome.error)
 
 
+def other_rows_evaluated() -> tuple[str, float, float]:
+    """The error of a batch that is dealt as a step's is, and losses of an evaluation and a step after it."""
+    with compiled("llama", mesh={"pp": 2, "dp": (2, 1)}, accumulation=2) as trainer:
+        config = trainer.config
+        whole = batch_of("llama", 1, config)
+        with pytest.raises(PeerError) as error:
+            trainer.evaluate(config.deal(whole, trainer.rank, 3))
+        right = config.deal(whole, trainer.rank, 3, micro_batches=1)
+        return str(error.value), float(trainer.evaluate(right)["loss"]), float(trainer.step(dealt("llama", 0, config)))
+
+
+def test_training_goes_on_behind_an_evaluation_of_other_rows() -> None:
+    said = ranks.run(other_rows_evaluated, 3)
+    assert all("config.deal(batch, rank, ranks, micro_batches=1) of the whole batch that is evaluated" in text for text, *_ in said)
+    assert len({tuple(losses) for _, *losses in said}) == 1
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

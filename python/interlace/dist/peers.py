@@ -45,13 +45,14 @@ _FAILED = "a rank has failed"  # a key that is there when "failed/R" or "lost/R"
 
 
 class PeerError(InterlaceError):
-    """Another rank failed, differs or is gone. `rank` is its number, or None when unknown."""
+    """Another rank failed, differs or is gone. `rank` is its number, or None when unknown. `agreed`: every rank found the same in what
+    they exchanged, before anything came of it; nobody needs to be told, and all can go on."""
 
     placed = False  # whether the message tells where every rank is
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str, rank: int | None = None, agreed: bool = False) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.agreed = rank, agreed
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -300,7 +301,8 @@ class Peers:
             if self._aborted is not None and not self._closed:  # what came of it is nothing
                 raise self._aborted
         except PeerError as e:
-            self.fail(e)
+            if not e.agreed:
+                self.fail(e)
             raise self._placed(e) from e
         except (InterlaceError, KeyboardInterrupt, OSError) as e:
             self.fail(e)
@@ -325,7 +327,7 @@ class Peers:
             return error
         on_mesh = self.locate(error.rank) if error.rank is not None else ""
         told = str(error) + (f" (rank {error.rank} is {on_mesh})" if on_mesh else "")
-        placed = PeerError(told + self.places.text(), error.rank)
+        placed = PeerError(told + ("" if error.agreed else self.places.text()), error.rank, error.agreed)
         placed.placed = True
         return placed
 

@@ -95,7 +95,7 @@ class Evaluation:
         kept = self._built.setdefault(key, [])
         kept[:] = [ready for ready in kept if not ready.stale()]
         while (ready := self._fitting(kept, inputs)) is None:
-            run.check_same_batch(f"batch of evaluation {self._calls}", inputs)
+            run.check_same_batch(f"batch of evaluation {self._calls}", inputs, evaluates=True)
             made = self._build(batch, loss_fn, out)
             if isinstance(made, str):
                 return made
@@ -139,8 +139,8 @@ class Evaluation:
             raise PeerError(
                 f"evaluate: {ranks_text(wrong)} gave another batch than rank 0: '{name}' is {theirs} there and {ours} on rank 0; "
                 "fill up the last batch, or leave it out on every rank",
-                wrong[0],
-            )
+                wrong[0], agreed=True,
+            )  # fmt: skip
         return differing([values for _, values in everyone], numbers)
 
     def _build(self, batch: Any, loss_fn: LossFn | None, out: tuple[str, ...]) -> _Ready | str:

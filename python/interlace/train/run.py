@@ -220,13 +220,14 @@ class Run:
         parts = batches.micro_batches(self.spec if self.shapes is None else None, batch, self.config.accumulation)
         return parts[0] if self.shapes is None else self.shapes.filled(parts, self.shapes.current)[0]
 
-    def check_same_batch(self, what: str, inputs: Any) -> None:
-        """Error: ranks along axes tp and pp, which work on one batch, that were given different ones. Every rank must call it."""
+    def check_same_batch(self, what: str, inputs: Any, evaluates: bool = False) -> None:
+        """Error: ranks along axes tp and pp, which work on one batch, that were given different ones. Every rank must call it. Training can
+        go on after it where the batch is not trained on."""
         axes = self.mesh.shared
         if self.mesh.size(axes) == 1:
             return
         if self.config.stage_meshes:
-            return self._check_same_rows(what, inputs)
+            return self._check_same_rows(what, inputs, evaluates)
         digest = hashlib.sha256(b"".join(checksum(t) for part in inputs for t in part)).hexdigest()
         with self.peers.guard():
             everyone = self.peers.exchange(what, digest)
@@ -235,10 +236,10 @@ class Run:
                 if other is not None:
                     raise PeerError(
                         f"ranks {group[0]} and {other} work on one batch along {axes} of the mesh, but were given different ones; "
-                        "give every rank batch number trainer.data_rank of trainer.data_ranks (Config.data_place before compiling)", other
+                        "give every rank batch number trainer.data_rank of trainer.data_ranks (Config.data_place before compiling)", other, evaluates
                     )  # fmt: skip
 
-    def _check_same_rows(self, what: str, inputs: Any) -> None:
+    def _check_same_rows(self, what: str, inputs: Any, evaluates: bool) -> None:
         """Stages that differ in their data ranks: each must have the same rows in the same micro-batch."""
         mine = []
         for part in inputs:
@@ -256,8 +257,8 @@ class Run:
                             raise PeerError(
                                 f"ranks {first[1]} (stage {first[2]}) and {rank} (stage {stage}) have other rows in micro-batch {k}: "
                                 f"row {place * len(rows) + r} of all its rows differs; give every rank "
-                                + ("config.deal(batch, rank, ranks) of the step's whole batch" if "evaluation" not in what else
-                                   "config.deal(batch, rank, ranks, micro_batches=1) of the whole batch that is evaluated"), rank
+                                + ("config.deal(batch, rank, ranks) of the step's whole batch" if not evaluates else
+                                   "config.deal(batch, rank, ranks, micro_batches=1) of the whole batch that is evaluated"), rank, evaluates
                             )  # fmt: skip
 
     # ---- the schedule ----

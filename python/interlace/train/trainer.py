@@ -98,7 +98,7 @@ class Trainer:
         Gives what `loss_fn` gives, by name, "loss" first; by default the loss function of training. The batch is one part, not cut into
         micro-batches, of any shape: each is compiled when first met. Parameters are gathered as in training: no rank holds the whole
         model. States that an offload keeps out of memory stay there. Every rank must call it with the same shape. Error, after which
-        training can go on: the batch needs more than memory_limit.
+        training can go on: the batch needs more than memory_limit, or ranks gave other shapes, or other rows where they share them.
 
             losses = [trainer.evaluate(b)["loss"].item() for b in validation]
         """
