@@ -22,6 +22,7 @@ from torch import nn
 
 from interlace.capture.inputs import InputSpec, Path, differing, numbers_in, on_device, path_name, with_numbers
 from interlace.capture.loss import outputs_of
+from interlace.capture.model_tensors import collect
 from interlace.capture.opaque import TOLD
 from interlace.capture.program import default_loss
 from interlace.capture.watch import Watch
@@ -167,8 +168,13 @@ class Evaluation:
         problem = programs.over_limit(programs.parse(source), run.ir)
         if problem is not None:
             return f"evaluate: {problem}, or evaluate on a smaller batch"
-        watch = Watch(run.model, loss_fn, captures.prefix) if captures.prefix else None
-        return _Ready(programs.build_beside(source, run.executor, run.ir), loss_fn, watch)
+        built, watch = programs.build_beside(source, run.executor, run.ir), Watch(run.model, loss_fn, captures.prefix)
+        plain = {t.name: t.real for t in collect(run.model) if t.kind == "plain" and not t.real.is_meta}
+        own, shared = watch.tensors() | watch.outside | plain, {b["name"] for b in run.ir.buffers()}
+        for b in built.ir.buffers():
+            if b["name"] in own and b["name"] not in shared:  # it came with rank 0's
+                built.executor.tensor(b["value"]).copy_(own[b["name"]].detach())
+        return _Ready(built, loss_fn, watch if captures.prefix else None)
 
     def _within_limit(self, text: str, out: tuple[str, ...], stage: int) -> Made:
         """The program (of a stage) that moves least among those that the limit allows; else the one that needs least."""
