@@ -326,6 +326,10 @@ class Run:
     def has_state(self, p: Parameter | Entry) -> bool:
         return p.group is not None and self.hyper.steps[p.group] > 0
 
+    def forget_names(self) -> None:
+        """The optimizer has other groups."""
+        self._group_names = None
+
     def names_of_group(self, i: int) -> list[str]:
         if self._group_names is None:
             by_id = {id(t): name for name, t in self.model.named_parameters()}
