@@ -119,7 +119,7 @@ def load_own_states(run: Run, checkpoint: Checkpoint) -> Callable[[], None]:
 
 
 class WholeLoads:
-    """Has an optimizer that makes its own steps load states where the parameters are whole: torch puts each where its parameter is, and of one
+    """Has an optimizer that makes its own steps load states where parameters are whole: torch puts each where its parameter is, and of one
     that lies in parts there is nothing."""
 
     def __init__(self, run: Run, member: Any) -> None:
