@@ -185,3 +185,26 @@ def on_one_batch() -> str:
 def test_ranks_that_work_on_one_batch_have_the_same() -> None:
     for said in ranks.run(on_one_batch, 2):
         assert "'w' of the loss function holds something else on rank 1 than on rank 0" in said
+
+
+def evaluated(kind: str) -> str:
+    rank = parity.rank_and_size()[0]
+    model = Net(one())
+    settings = interlace.Config(schedule=[], timeout_s=60, cache="off")
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), plain, batch(rank, 0), settings) as trainer:
+        if kind == "number":
+            return failing.observed(lambda: trainer.evaluate(batch(rank, 0), lambda m, b: plain(m, b) * (1 + rank)))
+        if kind == "function":
+            loss_fn = own_value("function", rank)
+            return failing.observed(lambda: trainer.evaluate(batch(rank, 0), loss_fn))
+        trainer.evaluate(batch(rank, 0))
+        model.scale = one() * rank  # which is followed
+        if rank == 1:
+            model.lin.register_forward_hook(lambda m, x, y: 2 * y)
+        return failing.observed(lambda: trainer.evaluate(batch(rank, 0)))
+
+
+@pytest.mark.parametrize("kind", ["number", "function", "change"])
+def test_evaluations(kind: str) -> None:
+    for said in ranks.run(evaluated, 2, kind):
+        assert ("has changed otherwise on rank 1" if kind == "change" else "is something else on rank 1 than on rank 0") in said

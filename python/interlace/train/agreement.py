@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from interlace.capture.opaque import TOLD
 from interlace.capture.unread import unread
 from interlace.capture.watch import Change, Watch, plain
 from interlace.compiling.captures import Captures
+from interlace.compiling.programs import Source
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import CaptureError
 
@@ -100,7 +101,18 @@ def _read(micro_batch: Any, places: dict[str, tuple[Change, list[dict[str, Any]]
     return found or list(places)
 
 
-class OwnTrace:
+def captured_alike(share: Callable[[], Source], micro_batch: Any, peers: Peers, captures: Captures) -> Source:
+    """Rank 0's program, of which every rank's own trace would be the same. Error: one's is another."""
+    config = captures.config
+    if peers.size == 1 or config.mode == "eager" or config.stage_meshes:
+        return share()
+    mine = _OwnTrace(micro_batch, peers, captures)
+    source = share()
+    mine.compare(source.captured)
+    return source
+
+
+class _OwnTrace:
     """This rank's trace, where it may find something else than rank 0's. Every rank must make one, and ask it when rank 0's text is there."""
 
     def __init__(self, micro_batch: Any, peers: Peers, captures: Captures) -> None:
@@ -156,7 +168,7 @@ def _place(text: str, other: str) -> str:
 
 def _lines(text: str) -> list[str]:
     """What a program computes, without what it hands to Python."""
-    body = text.partition("\nphase ")[2].splitlines()
+    body = re.sub(r'(module="[^"#]*)#\d+"', r'\1"', text.partition("\nphase ")[2]).splitlines()  # names that no other call of the run has
     return [line for line in body if f'"{TOLD}"' not in line and not line.startswith("  output(")]
 
 

@@ -39,7 +39,7 @@ from interlace.dist.groups import check_streams, default_device, device_name
 from interlace.dist.peers import PeerError, Peers, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
-from interlace.train.agreement import OwnTrace, agree_on_batch, agree_on_values
+from interlace.train.agreement import agree_on_batch, agree_on_values, captured_alike
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
 from interlace.train.materialize import adopt, checksum, initialize, release
@@ -127,11 +127,7 @@ class _Build:
         self._agree_on_values()
         self.peers.groups.open()
         shapes = self._open_shapes()
-        compared = self.peers.size > 1 and self.config.mode == "compiled" and not self.config.stage_meshes
-        mine = OwnTrace(self.micro_batch, self.peers, self.captures) if compared else None
-        source = self._source("program")
-        if mine is not None:
-            mine.compare(source.captured)
+        source = captured_alike(lambda: self._source("program"), self.micro_batch, self.peers, self.captures)
         source = self._within_device(source)
         built = self._built(source)
         self.captures.grows = False
