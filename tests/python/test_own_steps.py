@@ -228,6 +228,31 @@ def test_a_checkpoint_has_their_states(size: int, tmp_path: Path) -> None:
         assert losses == again
 
 
+def loaded(strategy: str) -> tuple[list[float], list[float]]:
+    """Goes on from states that the script gives back to its optimizer, between two steps."""
+    rank, size = parity.rank_and_size()
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer, losses = Lamb(model.parameters()), list[float]()
+    settings = interlace.Config(strategy=strategy, schedule=[], cache="off", timeout_s=60)
+    with interlace.compile(model, optimizer, loss_fn, batch(rank), settings) as trainer:
+        for step in (0, 1, 2, 1, 2):
+            if step == 1:
+                if not losses[1:]:
+                    weights, state = trainer.state_dict(all_ranks=True), copy.deepcopy(optimizer.state_dict())
+                trainer.load_weights(weights)
+                optimizer.load_state_dict(copy.deepcopy(state))
+            losses.append(float(trainer.step(batch(step * size + rank))))
+    assert "load_state_dict" not in vars(optimizer)
+    return losses[1:3], losses[3:]
+
+
+@pytest.mark.parametrize("strategy", ["shard", "replicate"])
+def test_states_that_a_script_loads(strategy: str) -> None:
+    for once, again in ranks.run(loaded, 2, strategy):
+        assert once == again
+
+
 def test_what_a_state_dict_may_hold() -> None:
     norm = torch.ones(2, 3, dtype=torch.bfloat16)[:, 1:]
     state: Any = {"state": {0: {"step": 3, "norm": norm}}, "groups": [(1.0, None, True, "x", float("inf"))]}

@@ -471,6 +471,19 @@ def test_assertions_are_made_in_each_step() -> None:
         trainer.step({**batch(1), "x": batch(1)["x"] * math.nan})
 
 
+def test_an_error_of_what_reads_has_its_line_and_a_way() -> None:
+    (model, optimizer, _, _), kept = made(appended), list[str]()
+
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(b["x"]), b["y"])
+        kept.append("ab"[2 if 0.9 < loss.item() < 4 else 0])
+        return loss
+
+    trainer = interlace.compile(model, optimizer, loss_fn, batch(0), interlace.Config(schedule=[], cache="off"))
+    with pytest.raises(interlace.InterlaceError, match=r"test_reads.py:\d+: IndexError: string index out of range .* pass fullgraph=False"):
+        trainer.step(batch(0))
+
+
 def test_a_metric_that_is_no_number_stops_nothing() -> None:
     model, optimizer, _, _ = made(appended)
 

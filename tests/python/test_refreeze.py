@@ -326,11 +326,62 @@ def test_a_parameter_that_joins_a_group_of_others_late_is_refused() -> None:
         trainer.step(zoo.tokens(2, 0))
 
 
-def test_a_group_that_is_added_late_is_refused() -> None:
+ADDING = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05), "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.05), "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "list": lambda p: [torch.optim.SGD([p[0]], lr=0.1), torch.optim.RMSprop(p[1:], lr=0.05)],
+}  # fmt: skip
+
+
+def added(kind: str, compiled: bool, strategy: str) -> list[float]:
+    """The losses of a loop that unfreezes a layer, in a group that it adds then, and at last another one."""
+    rank, size = parity.rank_and_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    model[:4].requires_grad_(False)
+    made = ADDING[kind](list(model[4].parameters()))
+    last = made[-1] if kind == "list" else made
+    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64) for step in range(6)]
+    config = interlace.Config(strategy=strategy, schedule=[], timeout_s=60, cache="off")
+    trainer = interlace.compile(model, made, lambda m, b: m(b).square().mean(), batches[0], config) if compiled else None
+    losses = []
+    for step, batch in enumerate(batches):
+        if step in (2, 4):
+            layer = model[2 if step == 2 else 0]
+            layer.requires_grad_(True)
+            last.add_param_group({"params": layer.parameters(), "lr": 0.02})
+        if trainer is not None:
+            losses.append(parity.mean_over_ranks(trainer.step(batch)))
+            continue
+        parts = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + r), dtype=torch.float64) for r in range(size)]
+        loss = torch.stack([model(part).square().mean() for part in parts]).mean()
+        loss.backward()
+        for one in made if kind == "list" else [made]:
+            one.step()
+            one.zero_grad()
+        losses.append(loss.item())
+    if trainer is not None:
+        trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ADDING)
+def test_groups_that_are_added_while_training(kind: str) -> None:
+    assert added(kind, True, "shard") == pytest.approx(added(kind, False, "shard"), rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["shard", "zero1"])
+def test_groups_that_are_added_on_two_ranks(strategy: str) -> None:
+    for ours, plain in zip(ranks.run(added, 2, "adamw", True, strategy), ranks.run(added, 2, "adamw", False, strategy), strict=True):
+        assert ours == pytest.approx(plain, rel=1e-9)
+
+
+def test_a_group_that_is_added_in_eager_mode_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     model[0].requires_grad_(False)
     opt = torch.optim.AdamW(model[1].parameters())
-    with interlace.compile(model, opt, lambda m, b: m(b).mean(), torch.ones(2, 4), interlace.Config(schedule=[])) as trainer:
+    settings = interlace.Config(mode="eager")
+    with interlace.compile(model, opt, lambda m, b: m(b).mean(), torch.ones(2, 4), settings) as trainer:
         model[0].requires_grad_(True)
         opt.add_param_group({"params": model[0].parameters()})
         with pytest.raises(interlace.InterlaceError, match="had 1 parameter groups when compiled and has 2 now; compile again"):

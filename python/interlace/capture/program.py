@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -310,7 +311,7 @@ def _watched(
         if place := _differs(trace, second):
             raise CaptureError(
                 f"{place}: what is computed here depends on the rank{trace.module()}, and a program is one of all ranks; make it a part of "
-                "the batch"
+                "the batch or a tensor, which each rank has of its own, or pass fullgraph=False to run it in Python"
             )
     kept: dict[int, str] = {}  # names of what caches hold, by the ids of the tensors in them
     held: list[Tensor] = []
@@ -358,8 +359,10 @@ def _differs(trace: Trace, second: Trace) -> str:
     """The user's line where another trace computes something else; empty: nowhere."""
     for mine, its in zip(trace.body().splitlines(), second.body().splitlines(), strict=False):
         if mine != its:
-            trace.sites.failed, place = trace.sites.place_of(mine.rpartition("{")[2].rstrip("}"))
-            return place
+            number = re.match(r"const (%\d+):", mine)  # one has no line, who reads it has
+            lines = (line for line in trace.recorder.lines if number is not None and re.search(rf"{number[1]}\b", line))
+            trace.sites.failed, place = trace.sites.place_of(next(lines, mine).rpartition("{")[2].rstrip("}"))
+            return place or "the loss function"
     return ""
 
 

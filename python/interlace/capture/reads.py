@@ -26,7 +26,7 @@ from interlace.capture.constants import NotConstant
 from interlace.capture.functional import draws, op_info
 from interlace.capture.inputs import leaves, path_name, rebuild
 from interlace.capture.numbers import standing
-from interlace.capture.sites import OUTSIDE, TORCH, Sites, is_user_file
+from interlace.capture.sites import OUTSIDE, TORCH, Sites, is_user_file, user_place
 from interlace.capture.watch import plain
 from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
@@ -143,9 +143,18 @@ class Told(nn.Module):
     ) -> dict[str, Tensor]:  # fmt: skip
         """`results`: of the modules that do not run; `given`: by those that do; `drawn`: random numbers. Gives the numbers that the loss
         function gives. Error: the loss, or what a module gives, is another one."""
-        with Replay(drawn) if drawn else contextlib.nullcontext():
-            found = self.again(results, batch, opened, given)
-        first = found["loss"] if isinstance(found, dict) else found[0] if isinstance(found, (tuple, list)) else found
+        try:
+            with Replay(drawn) if drawn else contextlib.nullcontext():
+                found = self.again(results, batch, opened, given)
+            first = found["loss"] if isinstance(found, dict) else found[0] if isinstance(found, (tuple, list)) else found
+            first = torch.as_tensor(first)
+        except CaptureError:
+            raise
+        except Exception as e:
+            raise CaptureError(
+                f"{user_place(e.__traceback__)}: {type(e).__name__}: {e} (in Python that runs for the numbers it reads of this step; where "
+                "eager steps go without this error, pass fullgraph=False)"
+            ) from e
         _compare("the loss function", [loss], [first.detach().reshape(())])
         return {**numbers_in(found), "(told)": torch.tensor(0.0, dtype=torch.float64)}
 

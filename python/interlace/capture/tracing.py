@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
@@ -379,21 +380,27 @@ def plainly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_asked(shift: int = 0) -> Iterator[list[int]]:
-    """What torch.distributed.get_rank() has given, which is the rank so many further."""
-    get, asked = dist.get_rank, list[int]()
+    """What groups of torch.distributed and the variables of torchrun have given as this process' rank, which is the rank so many further. All
+    functions ask them."""
+    asked: list[int] = []
+    environ: Any = type(os.environ)
+    group: Any = dist.ProcessGroup if dist.is_available() else type("None", (), {"rank": None})
+    read, get, own = environ.__getitem__, group.rank, vars(group)["rank"]
 
-    def tell(*args: Any, **named: Any) -> int:
-        rank = get(*args, **named)
-        if rank < 0:
-            return rank
+    def tell(rank: int, size: int) -> int:
         asked.append(rank)
-        return (rank + shift) % dist.get_world_size(*args, **named)
+        return (rank + shift) % size
 
-    dist.get_rank = tell  # type: ignore[assignment]
+    def variable(environ: Any, name: str) -> str:
+        said, sizes = read(environ, name), {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
+        count = read(environ, sizes[name]) if name in sizes and sizes[name] in environ else ""
+        return str(tell(int(said), int(count))) if said.isdigit() and count.isdigit() and count != "0" else str(said)
+
+    environ.__getitem__, group.rank = variable, lambda group: tell(get(group), group.size())
     try:
         yield asked
     finally:
-        dist.get_rank = get
+        environ.__getitem__, group.rank = read, own
 
 
 def with_left(gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

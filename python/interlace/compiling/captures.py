@@ -156,6 +156,24 @@ class Captures:
         captured, text, _ = self._captured(micro_batch, Watch(self.model, self.loss_fn))
         return text, captured.opaque_calls
 
+    def mark(self, micro_batch: Any) -> str | None:
+        """The same on two ranks whose traces find the same, as far as anybody can say. None: nobody can."""
+        mark = Fingerprint()
+        try:
+            self._mark(mark, micro_batch)
+        except Unsure:
+            return None
+        return key_of(mark.digest(), repr(mark.drops))
+
+    def _mark(self, mark: Fingerprint, micro_batch: Any) -> None:
+        spec = InputSpec.of(micro_batch)
+        mark.settings()
+        mark.model(self.model)
+        mark.value(self.loss_fn, "loss_fn")
+        mark.word([(t.name, t.path, t.dtype, t.shape, t.number) for t in spec.tensors])
+        mark.value(dict(spec.constants), "the batch")
+        mark.type(type(micro_batch), "the batch")
+
     def _named(self, text: str, calls: list[OpaqueCall]) -> str:
         """The text with names of opaque calls that no other call of this run has."""
         known = self.programs.opaque.calls if self.programs.opaque is not None else {}
@@ -173,15 +191,9 @@ class Captures:
         capture depends on."""
         if self.programs.cache.folder is None or not self.config.fullgraph:
             return None, [], {}
-        spec = InputSpec.of(micro_batch)
         mark = Fingerprint()
         try:
-            mark.settings()
-            mark.model(self.model)
-            mark.value(self.loss_fn, "loss_fn")
-            mark.word([(t.name, t.path, t.dtype, t.shape, t.number) for t in spec.tensors])
-            mark.value(dict(spec.constants), "the batch")
-            mark.type(type(micro_batch), "the batch")
+            self._mark(mark, micro_batch)
         except Unsure as e:
             log.info("the model is captured: %s", e)
             return None, [], {}

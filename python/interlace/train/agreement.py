@@ -2,13 +2,17 @@
 
     a number of the batch (mixup's weight)                   an input of the program
     another thing of the batch, an attribute, a closure      whatever it is, where nobody reads it; else refused by name
+    functions, arrays, environment variables                 a rank that has other ones traces the step as well; refused by line
+
+Tensors are each rank's own (values.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +20,11 @@ import torch
 from interlace.capture.inputs import InputSpec, Path, differing, family, path_name
 from interlace.capture.opaque import TOLD
 from interlace.capture.unread import unread
-from interlace.capture.watch import Change, Watch
+from interlace.capture.watch import Change, Watch, plain
 from interlace.compiling.captures import Captures
+from interlace.compiling.programs import Source
 from interlace.dist.peers import PeerError, Peers, ranks_text
+from interlace.errors import CaptureError
 
 _PLAIN = (type(None), bool, int, float, str)
 _EACH = 8  # places that are tried one by one
@@ -55,7 +61,7 @@ def agree_on_values(micro_batch: Any, peers: Peers, captures: Captures) -> None:
     names = [name for name in _differing(everyone) if all(name in theirs for theirs in everyone)]
     read = _read(micro_batch, {name: (places[name], everyone) for name in names}, captures) if peers.rank == 0 else []
     for name in peers.exchange("values that are read", read)[0]:
-        _refuse(name, name, everyone, "put it into the batch, whose numbers may differ")
+        _refuse(name, name, everyone, "or make it a tensor or a part of the batch, which may differ")
 
 
 def _differing(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -95,12 +101,80 @@ def _read(micro_batch: Any, places: dict[str, tuple[Change, list[dict[str, Any]]
     return found or list(places)
 
 
+def captured_alike(share: Callable[[], Source], micro_batch: Any, peers: Peers, captures: Captures) -> Source:
+    """Rank 0's program, of which every rank's own trace would be the same. Error: one's is another."""
+    config = captures.config
+    if peers.size == 1 or config.mode == "eager" or config.stage_meshes:
+        return share()
+    mine = _OwnTrace(micro_batch, peers, captures)
+    source = share()
+    mine.compare(source.captured)
+    return source
+
+
+class _OwnTrace:
+    """This rank's trace, where it may find something else than rank 0's. Every rank must make one, and ask it when rank 0's text is there."""
+
+    def __init__(self, micro_batch: Any, peers: Peers, captures: Captures) -> None:
+        self._peers, self._captures, self._text, self._error = peers, captures, "", ""
+        marks = peers.exchange("what the step is captured from", captures.mark(micro_batch))
+        self.asked = any(mark is None or mark != marks[0] for mark in marks)
+        if self.asked and peers.rank > 0 and (marks[peers.rank] is None or marks[peers.rank] != marks[0]):
+            try:
+                self._text = captures.traced(micro_batch)[0]
+            except CaptureError as e:  # which is said unless rank 0 has one too
+                self._error = str(e)
+
+    def compare(self, text: str) -> None:
+        """`text`: the captured one, on rank 0. Error: a rank has found another one. One whose batch takes other ways may."""
+        if not self.asked:
+            return
+        peers, mine = self._peers, text if self._peers.rank == 0 else self._text
+        found = hashlib.sha256(_bare(mine).encode()).hexdigest() if mine else ""
+        everyone = peers.exchange("what was captured", [found, _ways(mine), self._error])
+        for rank, (_, _, error) in enumerate(everyone):
+            if error:
+                raise PeerError(f"rank {rank} cannot capture what rank 0 can: {error}", rank)
+        ranks = [rank for rank, (other, ways, _) in enumerate(everyone) if other not in ("", everyone[0][0]) and ways == everyone[0][1]]
+        if not ranks:
+            return
+        first = peers.broadcast("what rank 0 has captured", _bare(text).encode()).decode()
+        place = peers.exchange("where it differs", _place(mine, first) if mine else "")[ranks[0]]
+        watch = Watch(self._captures.model, self._captures.loss_fn)
+        values = peers.exchange("all values that differ", {c.where: repr(c.before) for c in watch.values() if plain(c.before)})
+        names = [name for name in _differing(values) if all(name in theirs for theirs in values)]
+        said = f" (ranks have different ones: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+        raise PeerError(
+            f"{place}: what is computed here is something else on {ranks_text(ranks)} than on rank 0{said}, and a program is one of all "
+            'ranks; make it a part of the batch or a tensor, which each rank has of its own, or take mode="eager"', ranks[0],
+        )  # fmt: skip
+
+
+def _ways(text: str) -> str:
+    return next((line for line in text.splitlines() if line.startswith("meta ways ")), "")
+
+
+def _place(text: str, other: str) -> str:
+    """The user's line where a program computes something else than another, which is bare."""
+    sources = dict(re.findall(r'^source (\d+) "(.*)"$', text, re.M))
+    place = ""
+    for line, (bare, its) in zip(_lines(text), itertools.zip_longest(_bare(text).split("\n"), other.split("\n"))):  # noqa: B905
+        tag = re.search(r" \{.*\bs(\d+)[^{}]*\}$", line)
+        place = sources[tag[1]] if tag is not None else place
+        if bare != its:
+            break
+    return place
+
+
+def _lines(text: str) -> list[str]:
+    """What a program computes, without what it hands to Python."""
+    body = re.sub(r'(module="[^"#]*)#\d+"', r'\1"', text.partition("\nphase ")[2]).splitlines()  # names that no other call of the run has
+    return [line for line in body if f'"{TOLD}"' not in line and not line.startswith("  output(")]
+
+
 def _bare(text: str) -> str:
-    """What a program computes, without what it hands to Python, lines of code and numbers of values."""
-    known: dict[str, str] = {}
-    lines = []
-    for line in text.partition("\nphase ")[2].splitlines():
-        if f'"{TOLD}"' not in line and not line.startswith("  output("):
-            bare = re.sub(r" \{[^{}]*\}$", "", line)
-            lines.append(re.sub(r"%\d+", lambda m: known.setdefault(m[0], f"%{len(known)}"), bare))
-    return "\n".join(lines)
+    """What a program computes, without lines of code and numbers of values; what the trace itself has made counts by what it holds."""
+    known = {number: f"{kind} {value}" for number, kind, value in re.findall(r'^const (%\d+): (.*) "[^"]*" = (.*)$', text, re.M)}
+    known |= dict(re.findall(r'^buffer (%\d+): \S+ "(captured\.[^"]*)"', text, re.M))
+    bare = (re.sub(r" \{[^{}]*\}$", "", line) for line in _lines(text))
+    return "\n".join(re.sub(r"%\d+", lambda m: known.setdefault(m[0], f"%{len(known)}"), line) for line in bare)

@@ -39,7 +39,7 @@ from interlace.dist.groups import check_streams, default_device, device_name
 from interlace.dist.peers import PeerError, Peers, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
-from interlace.train.agreement import agree_on_batch, agree_on_values
+from interlace.train.agreement import agree_on_batch, agree_on_values, captured_alike
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
 from interlace.train.materialize import adopt, checksum, initialize, release
@@ -127,7 +127,8 @@ class _Build:
         self._agree_on_values()
         self.peers.groups.open()
         shapes = self._open_shapes()
-        source = self._within_device(self._source("program"))
+        source = captured_alike(lambda: self._source("program"), self.micro_batch, self.peers, self.captures)
+        source = self._within_device(source)
         built = self._built(source)
         self.captures.grows = False
         for t in self.tensors:
@@ -340,10 +341,10 @@ class _Build:
         initialize(self.model, missing, self.config.seed, lambda name, value: states.fill_from(name, WEIGHT, value))
 
     def _agree_on_tensors(self) -> None:
-        """As in DDP, rank 0's values count; nothing is sent where all ranks have the same bits already."""
+        """As in DDP, rank 0's parameters and buffers count; nothing is sent where all ranks have the same bits already."""
         if self.peers.size == 1:
             return
-        real = [t.real for t in self.tensors if not t.real.is_meta]
+        real = [t.real for t in self.tensors if t.kind != "plain" and not t.real.is_meta]
         digests = self.peers.exchange("values", hashlib.sha256(b"".join(checksum(t) for t in real)).hexdigest())
         if len(set(digests)) > 1:
             for t in real:

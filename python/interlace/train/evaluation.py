@@ -22,6 +22,7 @@ from torch import nn
 
 from interlace.capture.inputs import InputSpec, Path, differing, numbers_in, on_device, path_name, with_numbers
 from interlace.capture.loss import outputs_of
+from interlace.capture.model_tensors import collect
 from interlace.capture.opaque import TOLD
 from interlace.capture.program import default_loss
 from interlace.capture.watch import Watch
@@ -32,6 +33,7 @@ from interlace.compiling.programs import Built, Made, ProgramError, Source, stat
 from interlace.config.schedule import for_stage, items, pass_name
 from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.train import batch as batches
+from interlace.train.agreement import captured_alike
 from interlace.train.batch import describe
 from interlace.train.eager import EagerRunner
 from interlace.train.rewriting import Rewriting
@@ -64,7 +66,7 @@ class Evaluation:
         self.run, self.captures, self.planner = run, captures, planner
         self._built: dict[Any, list[_Ready]] = {}  # for the ways that batches have taken so far
         self._undecided: set[str] = set()  # as in Captures
-        self._calls = 0
+        self._calls = self._forgotten = 0
         self._numbers: dict[Path, torch.dtype] = {}  # of batches, that are inputs
         self.settle: Callable[[], None] = lambda: None
         self._rewriting = Rewriting(run)
@@ -125,6 +127,7 @@ class Evaluation:
     def forget(self) -> None:
         """The executors hold the connections of the ranks, and the states of the program that ran when they were made."""
         self._built.clear()
+        self._forgotten += 1
 
     def _agree(self, spec: InputSpec) -> dict[Path, torch.dtype]:
         """Gives the numbers beside the tensors that differ between ranks."""
@@ -132,8 +135,14 @@ class Evaluation:
         numbers = numbers_in(spec)
         texts = {path_name(path): repr(x) for path, x in spec.fixed() if x is None or type(x) in (bool, str)}
         mine = describe(spec, self.run.row_ranks) | texts | {path_name(path): "a number" for path in numbers}
-        everyone = self.run.peers.exchange(f"evaluation {self._calls}", (mine, {path_name(path): x for path, x in numbers.items()}))
-        found = first_difference([form for form, _ in everyone])
+        ours = (mine, {path_name(path): x for path, x in numbers.items()}, self._forgotten)
+        everyone = self.run.peers.exchange(f"evaluation {self._calls}", ours)
+        if other := [rank for rank, theirs in enumerate(everyone) if theirs[2] != everyone[0][2]]:
+            raise PeerError(
+                f"evaluate: what the model or the loss function reads has changed otherwise on {ranks_text(other)} than on rank 0; every "
+                "rank must change the same", other[0],
+            )  # fmt: skip
+        found = first_difference([form for form, *_ in everyone])
         if found is not None:
             wrong, name, theirs, ours = found
             raise PeerError(
@@ -141,7 +150,7 @@ class Evaluation:
                 "fill up the last batch, or leave it out on every rank",
                 wrong[0], agreed=True,
             )  # fmt: skip
-        return differing([values for _, values in everyone], numbers)
+        return differing([values for _, values, _ in everyone], numbers)
 
     def _build(self, batch: Any, loss_fn: LossFn | None, out: tuple[str, ...]) -> _Ready | str:
         run, programs, captures = self.run, self.run.programs, self.captures
@@ -151,8 +160,7 @@ class Evaluation:
         captures.undecided |= self._undecided
 
         def make() -> Source:
-            with in_eval_mode(run.model):
-                text, constants = captures.text(batch)
+            text, constants = captures.text(batch)
             made: dict[int, Made] = {}
             for stage in self.planner.stages_in_order():
                 known = (Source(program.print()) for program, _ in made.values())
@@ -162,13 +170,19 @@ class Evaluation:
                 check_stages(texts)
             return Source(texts[0], made[0][1], constants, captured=text, stages=texts if len(texts) > 1 else [])
 
-        with gathered(run, captures):
-            source = programs.share(f"program of evaluation {self._calls}", make, loss_fn)
+        with gathered(run, captures), in_eval_mode(run.model):
+            share = lambda: programs.share(f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
+            source = captured_alike(share, batch, run.peers, captures)
         problem = programs.over_limit(programs.parse(source), run.ir)
         if problem is not None:
             return f"evaluate: {problem}, or evaluate on a smaller batch"
-        watch = Watch(run.model, loss_fn, captures.prefix) if captures.prefix else None
-        return _Ready(programs.build_beside(source, run.executor, run.ir), loss_fn, watch)
+        built, watch = programs.build_beside(source, run.executor, run.ir), Watch(run.model, loss_fn, captures.prefix)
+        plain = {t.name: t.real for t in collect(run.model) if t.kind == "plain" and not t.real.is_meta}
+        own, shared = watch.tensors() | watch.outside | plain, {b["name"] for b in run.ir.buffers()}
+        for b in built.ir.buffers():
+            if b["name"] in own and b["name"] not in shared:  # it came with rank 0's
+                built.executor.tensor(b["value"]).copy_(own[b["name"]].detach())
+        return _Ready(built, loss_fn, watch if captures.prefix else None)
 
     def _within_limit(self, text: str, out: tuple[str, ...], stage: int) -> Made:
         """The program (of a stage) that moves least among those that the limit allows; else the one that needs least."""

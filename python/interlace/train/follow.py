@@ -97,8 +97,9 @@ class Follow:
         self._evaluated = ""  # the state of the model in evaluations, where the next step will follow it
         self.watch = Watch(captures.model, captures.loss_fn)
         self.values = Values(run, captures.model, self.watch)
+        self.values.begin()
         self._look()
-        self.values.take(begin=True)
+        self.values.take()
         evaluation.settle = self._settle
 
     def _look(self, lend: bool = True) -> None:

@@ -53,7 +53,7 @@ class Hyper:
         self.optimizer = optimizer
         self.steps = [0] * len(optimizer.param_groups)
         self._momentum = uses_momentum(optimizer)
-        self._groups = len(optimizer.param_groups)
+        self._groups = _members(optimizer)
         self._kinds = [kind_of(optimizer, group) for group in optimizer.param_groups]
         self._piloted: list[_Piloted] = []
         first = 0
@@ -69,20 +69,35 @@ class Hyper:
 
     def attach(self, program: Any) -> None:
         """From now on the rules of this program are run."""
-        rules = program.rules()
+        self._program, rules = program, program.rules()
         self._rules: list[Any] = [None if g["rule"] is None else rules[g["rule"]] for g in program.groups()]
         self._forms = [{} if r is None else {lines: i for i, lines in enumerate(_forms_in(r["text"]))} for r in self._rules]
 
-    def check_groups(self) -> None:
-        if len(self.optimizer.param_groups) != self._groups:
-            raise InterlaceError(
-                f"the optimizer had {self._groups} parameter groups when compiled and has {len(self.optimizer.param_groups)} now; compile "
-                "again after add_param_group, or give it all groups before, those that begin later with requires_grad=False"
-            )
+    @property
+    def added(self) -> int:
+        """Groups that the program does not know (add_param_group)."""
+        return len(self.optimizer.param_groups) - len(self._groups)
+
+    def take_groups(self) -> None:
+        """The groups that were added have made no step; the next program has them. Error: they are not behind the others, or of a kind that
+        makes other programs of the rest."""
+        now = Hyper(self.optimizer, self._program)
+        if now._groups[: len(self._groups)] != self._groups or now._momentum != self._momentum or OWN in now._kinds:
+            self._refuse_groups()
+        for i, steps in enumerate(self.steps):
+            now.resume(i, steps, self.pilot_of(i))
+        vars(self).update(vars(now) | {"not_run": self.not_run})
+
+    def _refuse_groups(self) -> None:
+        raise InterlaceError(
+            f"the optimizer had {len(self._groups)} parameter groups when compiled and has {len(self.optimizer.param_groups)} now; compile "
+            "again after add_param_group, or give it all groups before, those that begin later with requires_grad=False"
+        )
 
     def values(self) -> list[list[float]]:
         """One list per group for the step about to run; t counts from 1. Error: groups were added, or a value cannot be run."""
-        self.check_groups()
+        if self.added:  # in mode="eager", or for an evaluation before the next step
+            self._refuse_groups()
         for piloted in self._piloted:
             piloted.step = piloted.pilot.step()
         rows = [self._row(i, group, kind) for i, (group, kind) in enumerate(zip(self.optimizer.param_groups, self._kinds, strict=True))]
@@ -171,7 +186,9 @@ class Hyper:
 
     def rule_states(self, i: int) -> tuple[str, ...]:
         kind = self._kinds[i]
-        return WHOLE[kind].states if kind in WHOLE else tuple(self._rules[i]["states"])
+        if kind in WHOLE:
+            return WHOLE[kind].states
+        return tuple(self._rules[i]["states"]) if i < len(self._rules) else ()  # which has just been added
 
     def scalars(self, i: int) -> Scalars:
         """What a rule's optimizer keeps for group i beside its states, after the steps made: counters, products of betas."""
@@ -260,6 +277,11 @@ class Hyper:
                 p = group["params"][j]
                 piloted.pilot = piloted.pilot.with_state(i - piloted.first, p, states[p])
         return behind if found else None
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """The parameters of each group, by their ids."""
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _forms_in(text: str) -> list[tuple[str, ...]]:

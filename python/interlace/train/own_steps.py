@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -115,6 +116,26 @@ def load_own_states(run: Run, checkpoint: Checkpoint) -> Callable[[], None]:
                 member.load_state_dict(state)
 
     return take
+
+
+class WholeLoads:
+    """Has an optimizer that makes its own steps load states where parameters are whole: torch puts each where its parameter is, and of one
+    that lies in parts there is nothing."""
+
+    def __init__(self, run: Run, member: Any) -> None:
+        here, load = weakref.ref(run), member.load_state_dict
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            run = here()
+            if run is None or run.closed is not None or run.lent is not None or not any(p.is_meta for p in run.model.parameters()):
+                return load(*args, **kwargs)
+            with whole_parameters(run, False, True):
+                return load(*args, **kwargs)
+
+        self._member, member.load_state_dict = member, whole
+
+    def remove(self) -> None:
+        vars(self._member).pop("load_state_dict", None)
 
 
 class OwnSteps:

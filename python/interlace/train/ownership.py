@@ -26,6 +26,7 @@ from interlace.capture.several import member_of, members_of, runs_itself
 from interlace.errors import InterlaceError
 from interlace.train import state_dicts
 from interlace.train.hyper import OWN_COUNTS
+from interlace.train.own_steps import WholeLoads
 from interlace.train.run import Run
 
 Tensor = torch.Tensor
@@ -49,6 +50,8 @@ class Ownership:
         self._warned = False
         self._handles: list[Any] = []
         for optimizer in members_of(run.optimizer):
+            if runs_itself(optimizer):
+                self._handles.append(WholeLoads(run, optimizer))
             if runs_itself(optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 continue  # a wrapper that has not made itself an optimizer
             step = optimizer.register_step_pre_hook(self._on_step)

@@ -1,4 +1,5 @@
-"""Parameters that are frozen or unfrozen while training: the model is captured again, and training goes on with the values there are.
+"""Parameters that are frozen or unfrozen while training, or come to the optimizer in groups of their own (add_param_group): the model is
+captured again, and training goes on with the values there are.
 
 The program of other trainable parameters has other units, so that values are copied; for that moment both sets of states exist. Of what is
 frozen the optimizer's states and count of steps are laid by, a part on each rank, and are there again when it is unfrozen.
@@ -43,11 +44,11 @@ class Frozen:
         """Between steps: compiles again when a parameter's requires_grad has changed; all ranks must have changed the same."""
         from interlace import _runtime
 
-        marks = _runtime.marks(self._tensors)
-        if marks == self._marks:
+        marks, added = _runtime.marks(self._tensors), self.run.hyper.added
+        if marks == self._marks and not added:
             return
         flags = [p.requires_grad for p in self._tensors]
-        if flags == self._flags:
+        if flags == self._flags and not added:
             self._marks = marks
             return
         changed = {
@@ -57,19 +58,22 @@ class Frozen:
         }
         run, peers = self.run, self.run.peers
         try:
-            everyone = peers.exchange(f"frozen and unfrozen parameters at step {run.steps}", changed, run.steps)
+            everyone = peers.exchange(f"frozen and unfrozen parameters at step {run.steps}", [changed, added], run.steps)
         except PeerError as e:
-            why = f"rank {peers.rank} asked because {_listed(changed)}; every rank must freeze and unfreeze the same"
+            why = f"rank {peers.rank} asked because {_listed(changed, added)}; every rank must freeze and unfreeze the same"
             raise PeerError(f"{e}; {why}", e.rank) from e
         other = [r for r, theirs in enumerate(everyone) if theirs != everyone[0]]
         if other:
             raise InterlaceError(
-                f"{ranks_text(other)} changed requires_grad of other parameters than rank 0 before step {run.steps}; every rank must "
-                "freeze and unfreeze the same"
+                f"{ranks_text(other)} changed requires_grad of other parameters than rank 0 before step {run.steps}, or added other groups; "
+                "every rank must freeze and unfreeze the same"
             )
+        if added:
+            run.hyper.take_groups()
+            run.forget_names()
         self._lay_by([name for name, word in changed.items() if word == "frozen"])
         self._restart_groups([name for name, word in changed.items() if word == "trainable"])
-        log.warning("step %d: compiling again, because %s", run.steps, _listed(changed))
+        log.warning("step %d: compiling again, because %s", run.steps, _listed(changed, added))
         self._recompile(run.example(batch))
         self._flags = flags
 
@@ -85,7 +89,6 @@ class Frozen:
         """New parameters begin at step 1 of the optimizer, and others go on where they were frozen, as in torch; here a group has one count
         of steps, and some kinds know what a parameter has made fewer."""
         run = self.run
-        run.hyper.check_groups()
         trained = {name for (name, _), before in zip(self._parameters, self._flags, strict=True) if before}
         for i in range(len(run.optimizer.param_groups)):
             own = set(run.names_of_group(i))
@@ -171,8 +174,8 @@ class Frozen:
             adopt(collect(self.captures.model), new, storages)
 
 
-def _listed(changed: dict[str, str]) -> str:
-    parts = []
+def _listed(changed: dict[str, str], added: int) -> str:
+    parts = [f"{added} parameter group{'s' if added > 1 else ''} more came to the optimizer"] if added else []
     for word in ("frozen", "trainable"):
         names = [f"'{name}'" for name, to in changed.items() if to == word]
         if names:

@@ -236,7 +236,8 @@ class Run:
                 if other is not None:
                     raise PeerError(
                         f"ranks {group[0]} and {other} work on one batch along {axes} of the mesh, but were given different ones; "
-                        "give every rank batch number trainer.data_rank of trainer.data_ranks (Config.data_place before compiling)", other, evaluates
+                        "give every rank batch number trainer.data_rank of trainer.data_ranks (Config.data_place before compiling)", other,
+                        agreed=evaluates,
                     )  # fmt: skip
 
     def _check_same_rows(self, what: str, inputs: Any, evaluates: bool) -> None:
@@ -326,6 +327,10 @@ class Run:
 
     def has_state(self, p: Parameter | Entry) -> bool:
         return p.group is not None and self.hyper.steps[p.group] > 0
+
+    def forget_names(self) -> None:
+        """The optimizer has other groups."""
+        self._group_names = None
 
     def names_of_group(self, i: int) -> list[str]:
         if self._group_names is None:

@@ -3,7 +3,7 @@
     the model's parameters and buffers                      views of the program's storages (materialize.py); `p.data = t` is taken over
     those of modules beside it (a teacher, a target)        the program's storages, too; what shares memory (another trainer's) is copied
     tensors that the program changes (recurrent states)     views of the program's storages are put into their places
-    other tensors that the model or loss function reads     copied into buffers, when written or replaced
+    other tensors that the model or loss function reads     copied into buffers, when a run begins, when written or replaced
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import nn
 
 from interlace.capture.model_tensors import ModelTensor, collect
 from interlace.capture.watch import Watch, describe
+from interlace.dist.peers import PeerError, first_difference
 from interlace.errors import InterlaceError
-from interlace.train.materialize import point_at
+from interlace.train.materialize import checksum, point_at
 from interlace.train.run import Run
 
 Tensor = torch.Tensor
@@ -50,6 +51,22 @@ class Values:
                 self._views[b["name"]] = self.run.executor.tensor(b["value"]).detach()
         return self._views
 
+    def begin(self) -> None:
+        """A program comes with rank 0's tensors. As in eager steps each rank has its own."""
+        run, self._seen = self.run, self._tensors(self._watch)
+        if run.mesh.size(run.mesh.shared) > 1 or run.config.stage_meshes:
+            names = {b["name"] for b in run.ir.buffers()}
+            mine = {name: checksum(t).hex() for name, t in (self._seen | self._watch.outside).items() if name in names}
+            everyone = run.peers.exchange("tensors beside the model", mine)
+            groups = run.mesh.groups(run.mesh.shared) if not run.config.stage_meshes else [range(run.peers.size)]
+            for group in groups:
+                if (found := first_difference([everyone[rank] for rank in group])) is not None:
+                    raise PeerError(
+                        f"{found[1]} holds something else on rank {group[found[0][0]]} than on rank {group[0]}, and they work on one batch; "
+                        "give these ranks the same", group[found[0][0]],
+                    )  # fmt: skip
+        self.fill()
+
     def look(self, watch: Watch) -> None:
         """Something has changed."""
         self._watch, self._memory = watch, (None, [])
@@ -70,9 +87,9 @@ class Values:
         own = {t.name: t.real for t in collect(self._model) if t.kind == "plain" and not t.real.is_meta and id(t.real) not in self.shown}
         return watch.tensors() | own
 
-    def take(self, begin: bool = False) -> None:
+    def take(self) -> None:
         """Parameters and buffers that were given other memory (`p.data = t`): their values go into the program's. Those of modules outside
-        of the model have the program's from the `begin` on, with rank 0's values."""
+        of the model have the program's from the first time on."""
         from interlace import _runtime
 
         run = self.run
@@ -98,8 +115,7 @@ class Values:
                 raise InterlaceError(f"'{t.name}' is {describe(t.real)} of {t.real.dtype} now, and was not when compiled; compile again")
             if t.real.data_ptr() != storage.data_ptr():
                 run.flush()
-                if not begin:
-                    storage.copy_(t.real.detach())
+                storage.copy_(t.real.detach())
                 point_at(t.real, storage)
             self._memory[1][i] = t, storage.data_ptr()
         self._marks = _runtime.marks(self._reals)
