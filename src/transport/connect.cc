@@ -173,10 +173,11 @@ void KeepAlive(SocketCalls& calls, int fd) {
 Where WhereAmI() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat net {};
+  struct stat net {}, processes{};
   stat("/proc/self/ns/net", &net);
+  stat("/proc/self/ns/pid", &processes);
   Where where;
-  where.processes = stat("/proc/self/ns/pid", &net) == 0 ? net.st_ino : 0;
+  where.processes = processes.st_ino;
   std::strncpy(where.host, (boot + "/" + std::to_string(net.st_ino)).c_str(), sizeof(where.host) - 1);
   return where;
 }

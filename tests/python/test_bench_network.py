@@ -74,6 +74,33 @@ def test_ranks_have_torchruns_environment_and_an_interface_of_their_own():
             assert network.INTERFACE in interfaces and "eth0" not in interfaces
 
 
+GATHER = """
+import datetime, os, torch, torch.distributed as dist
+from interlace import _runtime
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+own = dist.new_group(backend="gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+shard, full = torch.full((1 << 19,), rank + 1.0), torch.zeros(size << 19)
+comm = _runtime.Comm("dp", rank, size, "tcp", 60.0, own.group_name)
+comm.wait(comm.start_gather([shard], [full], "gather"))
+dist.barrier()
+sent = lambda name: int(open(f"/sys/class/net/{name}/statistics/tx_bytes").read())
+print(full[:: 1 << 19].tolist(), sent(os.environ["GLOO_SOCKET_IFNAME"]) + sent("lo"), flush=True)
+"""
+
+
+@shaped
+@pytest.mark.parametrize(("ranks", "per_host", "hosts_send"), [(2, 1, 1), (2, 2, 0), (4, 2, 4)])
+def test_ranks_of_one_host_share_memory_and_those_of_two_do_not(ranks: int, per_host: int, hosts_send: int):
+    """How many of the 2 MiB of a rank's shard a host sends, to another one or on its loopback."""
+    with Network(ranks=ranks, mbit=1000, per_host=per_host) as net:
+        children = [net.spawn(r, [sys.executable, "-c", GATHER], stdout=subprocess.PIPE, text=True) for r in range(ranks)]
+        for child in children:
+            full, sent = child.communicate(timeout=120)[0].strip().rsplit(" ", 1)
+            assert json.loads(full) == [rank + 1.0 for rank in range(ranks)]
+            assert hosts_send << 21 <= int(sent) < (hosts_send << 21) + (1 << 20)
+
+
 @shaped
 def test_an_exception_inside_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError), Network(ranks=2, mbit=100) as net:
