@@ -173,7 +173,7 @@ void KeepAlive(SocketCalls& calls, int fd) {
 Where WhereAmI() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat net {}, processes{};
+  struct stat net {}, processes {};
   stat("/proc/self/ns/net", &net);
   stat("/proc/self/ns/pid", &processes);
   Where where;
