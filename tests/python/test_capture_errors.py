@@ -106,6 +106,18 @@ def test_numpy():
     assert str(e.value).startswith(line_of(to_numpy, 1))
 
 
+def tuples_of_tensors(y):
+    rows, columns = zip(*(y.detach().argsort(1)[:, :2] % 2), strict=True)
+    return y[rows, columns]
+
+
+def test_an_error_of_the_trace_alone_has_a_way():
+    with pytest.raises(CaptureError, match=r"TypeError while tracing .*fullgraph=False runs that module") as e:
+        capture(Net(tuples_of_tensors), mean, X)
+    assert str(e.value).startswith(line_of(tuples_of_tensors, 2))
+    assert capture(Net(tuples_of_tensors), mean, X, fullgraph=False).opaque
+
+
 def test_parameter_written_in_forward():
     model = Net()
 

@@ -208,3 +208,31 @@ def evaluated(kind: str) -> str:
 def test_evaluations(kind: str) -> None:
     for said in ranks.run(evaluated, 2, kind):
         assert ("has changed otherwise on rank 1" if kind == "change" else "is something else on rank 1 than on rank 0") in said
+
+
+# What is there at first, what a rank puts there, what the loss function makes of it.
+LATER: dict[str, tuple[Any, Callable[[int], Any], Callable[[Any], Any]]] = {
+    "array": (np.ones(2), lambda rank: np.array([2.0, 3.0 + rank]), lambda x: float(x[1])),
+    "function": (lambda: 1.0, lambda rank: (lambda: 2.0) if rank == 0 else (lambda: 3.0), lambda x: x()),
+    "list": ([1.0], lambda rank: [2.0 + rank], lambda x: x[0]),
+    "text": ("1" * 99, lambda rank: "1" * 99 + str(rank), lambda x: float(x[-1])),
+    "object": (types.SimpleNamespace(by=1.0), lambda rank: types.SimpleNamespace(by=2.0 + rank), lambda x: x.by),
+}
+
+
+def changed_later(kind: str) -> str:
+    rank = parity.rank_and_size()[0]
+    first, after, of = LATER[kind]
+    kept, model = {"x": first}, Net(one())
+    settings = interlace.Config(schedule=[], timeout_s=60, cache="off")
+    loss_fn: LossFn = lambda m, b: plain(m, b) * of(kept["x"])  # noqa: E731
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch(rank, 0), settings) as trainer:
+        trainer.step(batch(rank, 0))
+        kept["x"] = after(rank)
+        return failing.observed(lambda: trainer.step(batch(rank, 1)))
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_what_is_put_anew_is_the_same_on_all_ranks(kind: str) -> None:
+    for said in ranks.run(changed_later, 2, kind):
+        assert "otherwise than rank 0" in said and "every rank must change the same" in said

@@ -158,7 +158,7 @@ class Reach:
         owner = where if outside else f"module '{path}'" if path else "the model"
         values = vars(module)
         self._seen[id(values)] = module
-        names = self._names_of(type(module))
+        names = self.names_of(type(module))
         names = None if names is None else names | _OF_MODULES
         self._hold(values, functools.partial(_attribute, owner), "value", path, names)
         for table, kind in _TABLES.items():
@@ -232,8 +232,8 @@ class Reach:
             if len(x) <= _MANY:
                 self._look(x, functools.partial(tuple, x), where, owner, functools.partial(_refill, x))
         elif own == "numpy" or isinstance(x, (bytearray, ctypes.Structure, ctypes.Array, ctypes._SimpleCData)) or own == "array":
-            if _bytes(x) is not None:
-                self._look(x, functools.partial(_bytes, x), where, owner, None)
+            if bytes_in(x) is not None:
+                self._look(x, functools.partial(bytes_in, x), where, owner, None)
         elif isinstance(x, random.Random):
             self.generators.append((x.getstate, x.setstate))
         elif own.startswith("numpy.random") and hasattr(x, "bit_generator"):
@@ -247,7 +247,7 @@ class Reach:
             self._object(x, where, owner)
 
     def _object(self, x: Any, where: str, owner: str | None) -> None:
-        names = self._names_of(type(x))
+        names = self.names_of(type(x))
         if hasattr(x, "__dict__"):
             values = vars(x)
             self._seen[id(values)] = x
@@ -283,7 +283,7 @@ class Reach:
                 if code is not None and not _ANY_NAME.isdisjoint(code.co_names):
                     self._any.add(base)
 
-    def _names_of(self, cls: type) -> set[str] | None:
+    def names_of(self, cls: type) -> set[str] | None:
         """The names of its attributes that count; None: any, for classes of libraries."""
         for base in cls.__mro__:
             if base not in (object, nn.Module) and (base in self._any or _installed(base)):
@@ -364,7 +364,7 @@ def _tensor(x: Tensor) -> tuple:
     return x._version, tuple(x.shape), ctypes.string_at(data, x.nbytes) if data else b""
 
 
-def _bytes(x: Any) -> Any:
+def bytes_in(x: Any) -> Any:
     """What is in an array; None where nobody can say, or it takes too long."""
     try:
         view = memoryview(x)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from interlace.capture.inputs import InputSpec, Path, differing, family, path_name
 from interlace.capture.opaque import TOLD
+from interlace.capture.reach import bytes_in
 from interlace.capture.unread import unread
 from interlace.capture.watch import Change, Watch, plain
 from interlace.compiling.captures import Captures
@@ -148,6 +150,32 @@ class _OwnTrace:
             f"{place}: what is computed here is something else on {ranks_text(ranks)} than on rank 0{said}, and a program is one of all "
             'ranks; make it a part of the batch or a tensor, which each rank has of its own, or take mode="eager"', ranks[0],
         )  # fmt: skip
+
+
+def content(x: Any, names_of: Callable[[type], set[str] | None], depth: int = 4) -> str:
+    """What another rank must have there as well, as a digest; of tensors no values. `names_of`: the attributes of a class that count."""
+
+    def words(x: Any, depth: int) -> Any:
+        if plain(x) or depth == 0:
+            return repr(x) if plain(x) else type(x).__name__
+        if isinstance(x, torch.Tensor):
+            return f"{x.dtype} {tuple(x.shape)}"
+        if isinstance(x, (list, tuple)):
+            return type(x).__name__, [words(item, depth - 1) for item in x]
+        if isinstance(x, dict):
+            return {repr(key): words(item, depth - 1) for key, item in x.items() if plain(key)}
+        if isinstance(x, (set, frozenset)):
+            return sorted(map(repr, filter(plain, x)))
+        if isinstance(x, types.FunctionType):
+            constants = [c for c in x.__code__.co_consts if plain(c)]
+            return x.__qualname__, x.__code__.co_code, repr(constants), x.__code__.co_names, words(x.__defaults__, depth - 1)
+        if (data := bytes_in(x)) is not None:
+            return data
+        own = vars(x) if hasattr(x, "__dict__") and not isinstance(x, (type, torch.nn.Module)) else {}
+        names = names_of(type(x)) if own else None
+        return type(x).__name__, {name: words(own[name], depth - 1) for name in sorted(own.keys() & (own if names is None else names))}
+
+    return hashlib.sha256(repr(words(x, depth)).encode()).hexdigest()[:16]
 
 
 def _ways(text: str) -> str:

@@ -41,6 +41,7 @@ from interlace.compiling.programs import Built, ProgramError, Source
 from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
+from interlace.train.agreement import content
 from interlace.train.evaluation import Evaluation
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run, gathered
@@ -339,7 +340,7 @@ class Follow:
             if table is not None:  # each process numbers its hooks on its own: their order counts
                 number = hooks[table[1]] = hooks.get(table[1], -1) + 1
                 where = f"{table[1]}[{number}]{table[2]}"
-            mine[where] = describe(c.after)
+            mine[where] = f"{describe(c.after)} {content(c.after, self.watch.names_of)}"
         try:
             everyone = peers.exchange(f"changes before step {run.steps}", mine, run.steps)
         except PeerError as e:
