@@ -66,7 +66,9 @@ void StepArena::Expected(int32_t variant, int32_t place, const OpNeeds& needs, s
   for (const OpNeeds::Block& need : needs.blocks) {
     ExpectedBlock& block = out.emplace_back();
     block.bytes = need.bytes;
-    if (need.where == OpNeeds::Block::Where::kResult && v.block_of[need.root] >= 0) {
+    const bool result = need.where == OpNeeds::Block::Where::kResult && v.block_of[need.root] >= 0;
+    // What is larger than its result shows (embedding_bag's offsets) would reach into what lies behind; it is copied.
+    if (result && ArenaBytes(need.bytes) <= ArenaBytes(geometry_[need.root].end_bytes())) {
       block.place = memory_->data() + plan_.OffsetOf(v.block_of[need.root]);
       block.exact = true;
     } else if (need.where == OpNeeds::Block::Where::kInside && v.workspace[place] >= 0) {

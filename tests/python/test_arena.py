@@ -8,6 +8,7 @@ import parity
 import pytest
 import torch
 import zoo
+from torch import nn
 
 import interlace
 from interlace import _core, _runtime
@@ -121,3 +122,24 @@ def test_predicted_arena_is_that_of_the_program() -> None:
     )
     # Without what kernels take inside, which is known only from steps.
     assert program.memory_plan()["top_bytes"] <= run["arena"]["planned_bytes"]
+
+
+def test_what_is_larger_than_its_result_shows_reaches_into_nothing() -> None:
+    """The offsets that embedding_bag gives beside its means are 32 numbers in memory of 33."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bags = nn.Parameter(torch.randn(5, 8, 8)), nn.EmbeddingBag(20, 5, mode="mean")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            products = torch._trilinear(x, self.weight, x.flip(1), [1, 3], [0], [1, 2], [2, 3])
+            return products + self.bags((x.abs() * 5).long().clamp(max=19))
+
+    torch.manual_seed(0)
+    model, batches = Bags().double(), [torch.randn(4, 8, dtype=torch.float64) for _ in range(3)]
+    expected = [model(x).square().mean().item() for x in batches]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_fn = lambda m, x: m(x).square().mean()  # noqa: E731
+    with interlace.compile(model, optimizer, loss_fn, batches[0], interlace.Config(schedule=[], cache="off")) as trainer:
+        assert [trainer.step(x).item() for x in batches] == pytest.approx(expected, rel=1e-9)
