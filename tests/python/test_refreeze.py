@@ -472,3 +472,37 @@ def restarted(strategy: str = "") -> list[float]:
 def test_an_optimizer_whose_state_is_emptied_begins_anew(size: int, strategy: str) -> None:
     for losses in ranks.run(restarted, size, strategy):
         assert losses == pytest.approx(restarted(), rel=1e-9)
+
+
+def evaluated(strategy: str = "") -> list[float]:
+    """Layers are unfrozen by a group of its own, frozen, and unfrozen, each time with an evaluation before the next step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    model[0].requires_grad_(False)
+    optimizer, losses = torch.optim.AdamW([{"params": model[2].parameters()}, {"params": model[4].parameters()}], lr=0.05), []
+    settings = interlace.Config(strategy=strategy or "shard", schedule=[], cache="off")
+    trainer = interlace.compile(model, optimizer, square, squares(0), settings) if strategy else None
+    for step in range(6):
+        if step == 1:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
+        elif step in (2, 4):
+            model[2].requires_grad_(step == 4)
+        if trainer is None:
+            losses.append(square(model, squares(step + 20)).item())
+            optimizer.zero_grad()
+            loss = square(model, squares(step))
+            loss.backward()
+            optimizer.step()
+        else:
+            losses.append(trainer.evaluate(squares(step + 20))["loss"].item())
+        losses.append(loss.item() if trainer is None else trainer.step(squares(step)).item())
+    if trainer is not None:
+        trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("size, strategy", [(1, "shard"), (2, "shard"), (2, "replicate")])
+def test_evaluations_between_a_change_and_the_next_step(size: int, strategy: str) -> None:
+    for losses in ranks.run(evaluated, size, strategy):
+        assert losses == pytest.approx(evaluated(), rel=1e-9)

@@ -7,7 +7,9 @@ frozen the optimizer's states and count of steps are laid by, a part on each ran
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,6 +78,23 @@ class Frozen:
         log.warning("step %d: compiling again, because %s", run.steps, _listed(changed, added))
         self._recompile(run.example(batch))
         self._flags = flags
+
+    @contextlib.contextmanager
+    def as_running(self) -> Iterator[None]:
+        """For an evaluation between such a change and the next step, which follows it: parameters are trained, and groups are there, as in the
+        program that runs."""
+        groups, added = self.run.optimizer.param_groups, self.run.hyper.added
+        changed = [p for p, before in zip(self._tensors, self._flags, strict=True) if p.requires_grad != before]
+        later = groups[len(groups) - added :] if added > 0 and type(groups) is list else []
+        del groups[len(groups) - len(later) :]
+        for p in changed:
+            p.requires_grad_(not p.requires_grad)
+        try:
+            yield
+        finally:
+            groups.extend(later)
+            for p in changed:
+                p.requires_grad_(not p.requires_grad)
 
     def _lay_by(self, names: list[str]) -> None:
         run = self.run

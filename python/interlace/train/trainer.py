@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Trainer:
         self._loop = Loop(run, planner, self._swapping)
         self._evaluation = Evaluation(run, captures, planner)
         self._diagnosis = Diagnosis(run)
-        frozen = Frozen(run, captures, planner, self._evaluation) if run.config.mode == "compiled" else None
+        self._frozen = frozen = Frozen(run, captures, planner, self._evaluation) if run.config.mode == "compiled" else None
         self._follow = Follow(run, captures, planner, self._evaluation, frozen) if frozen is not None else None
         self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, self._follow)
         self._saving = Saving(run, self._loop)
@@ -104,9 +104,10 @@ class Trainer:
         """
         self.flush()
         with self._run.peers.guard(), self._run.determinism():
-            if self._follow is not None:
-                self._follow.before_evaluation()
-            found = self._evaluation.run_on(batch, loss_fn)
+            with self._frozen.as_running() if self._frozen is not None else nullcontext():
+                if self._follow is not None:
+                    self._follow.before_evaluation()
+                found = self._evaluation.run_on(batch, loss_fn)
         if isinstance(found, str):
             raise InterlaceError(found)
         return found
