@@ -81,8 +81,8 @@ class Frozen:
 
     @contextlib.contextmanager
     def as_running(self) -> Iterator[None]:
-        """For an evaluation between such a change and the next step, which follows it: parameters are trained, and groups are there, as in the
-        program that runs."""
+        """For an evaluation between such a change and the next step, which follows it: parameters are trained, and groups are there, as in
+        the program that runs."""
         groups, added = self.run.optimizer.param_groups, self.run.hyper.added
         changed = [p for p, before in zip(self._tensors, self._flags, strict=True) if p.requires_grad != before]
         later = groups[len(groups) - added :] if added > 0 and type(groups) is list else []

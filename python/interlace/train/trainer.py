@@ -103,11 +103,11 @@ class Trainer:
             losses = [trainer.evaluate(b)["loss"].item() for b in validation]
         """
         self.flush()
-        with self._run.peers.guard(), self._run.determinism():
-            with self._frozen.as_running() if self._frozen is not None else nullcontext():
-                if self._follow is not None:
-                    self._follow.before_evaluation()
-                found = self._evaluation.run_on(batch, loss_fn)
+        as_running = self._frozen.as_running() if self._frozen is not None else nullcontext()
+        with self._run.peers.guard(), self._run.determinism(), as_running:
+            if self._follow is not None:
+                self._follow.before_evaluation()
+            found = self._evaluation.run_on(batch, loss_fn)
         if isinstance(found, str):
             raise InterlaceError(found)
         return found
