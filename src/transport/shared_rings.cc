@@ -69,9 +69,10 @@ std::unique_ptr<SharedRings> SharedRings::Open(const RingOffer& offer) {
   if (fd < 0) return nullptr;
   const size_t size = sizeof(Shared) + 2 * offer.bytes;
   struct stat facts {};
+  const int seals = fcntl(fd, F_GET_SEALS);
   void* memory = MAP_FAILED;
   if (fstat(fd, &facts) == 0 && facts.st_uid == geteuid() && facts.st_size == static_cast<off_t>(size) &&
-      fcntl(fd, F_GET_SEALS) == kSeals)
+      seals >= 0 && (seals & kSeals) == kSeals)  // the system may add one of its own
     memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
   if (memory == MAP_FAILED) return nullptr;
