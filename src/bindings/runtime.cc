@@ -12,6 +12,7 @@
 #include "runtime/cpu_products.h"
 #include "runtime/region_driver.h"
 #include "runtime/rule_loops.h"
+#include "transport/shared_rings.h"
 
 namespace py = pybind11;
 
@@ -321,6 +322,8 @@ PYBIND11_MODULE(_runtime, m) {
       py::arg("path"),
       "Has the optimizer steps of this process's executors run by the loops of a library (runtime/rule_loops.h). Gives "
       "the names of those that are left out because their bits are others. Error: it cannot be loaded.");
+  m.def("shares_memory", &SharedRings::Work,
+        "Whether ranks of this host send one another through memory that they share (transport/shared_rings.h); else over TCP.");
   m.def(
       "products", [] { return OneDnnPays(std::numeric_limits<int64_t>::max()) ? "oneDNN" : "torch"; },
       "Whose large matrix products in float32 run on this host's processor (runtime/cpu_products.h).");

@@ -10,7 +10,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 
@@ -41,18 +40,13 @@ bool SendsForLong(SocketCalls& calls, int fd) {
   return info.tcpi_notsent_bytes > kMomentS * static_cast<double>(info.tcpi_delivery_rate);
 }
 
-bool SharesMemory() {
-  const char* given = std::getenv("INTERLACE_SHARED_MEMORY");
-  return given == nullptr || std::string(given) != "0";
-}
-
 // Null also while a benchmark leaves it out.
 Cipher* InUse(const std::unique_ptr<Cipher>& cipher) { return FrameSum::left_out() ? nullptr : cipher.get(); }
 
 }  // namespace
 
 Result<std::shared_ptr<Mesh>> Mesh::Connect(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s) {
-  INTERLACE_ASSIGN(std::vector<PeerSockets> sockets, ConnectPeers(group, exchange, timeout_s, SystemCalls(), SharesMemory()));
+  INTERLACE_ASSIGN(std::vector<PeerSockets> sockets, ConnectPeers(group, exchange, timeout_s, SystemCalls(), SharedRings::Allowed()));
   return std::make_shared<Mesh>(group, std::move(sockets));
 }
 

@@ -30,6 +30,10 @@ class SharedRings {
   // ranks together 12 MiB a rank each way.
   static uint64_t RingBytes(int64_t peers);
 
+  // Whether this process may have any (INTERLACE_SHARED_MEMORY is not 0), and whether the system gives it some.
+  static bool Allowed();
+  static bool Work();
+
   // Null: the system does not allow it.
   static std::unique_ptr<SharedRings> Create(uint64_t ring_bytes);
   // Null likewise, and where the processes do not see one another, or belong to different users.

@@ -113,6 +113,10 @@ def test_doctor_finds_nothing_wrong_here(tmp_path):
     assert "gloo" in found["torch"]["backends"] and found["machine"]["free_memory"] > 0
     said = command((), tmp_path, "doctor").stdout
     assert "a run would use" in said and found["torch"]["version"] in said
+    over_tcp = "import os; os.environ['INTERLACE_SHARED_MEMORY'] = '0'\n"
+    for before, between in (("", "which share memory"), (over_tcp, "which talk over TCP")):
+        told = run((), before + "from interlace.cli.doctor import look, would_use\nprint(would_use(look()))", tmp_path).stdout
+        assert between in told or "GPUs" in told
 
 
 def test_doctor_names_what_is_missing_and_the_fix(tmp_path):

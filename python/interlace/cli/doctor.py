@@ -165,5 +165,8 @@ def would_use(found: dict[str, Any]) -> str:
         return "nothing: training needs the runtime; plan, simulate, report, opt, inspect and explain work"
     if torch["devices"]:
         return f"the device of the model: up to {len(torch['devices'])} GPUs with NCCL, or the processor"
+    from interlace import _runtime
+
     ranks = found["machine"]["cores"]
-    return f"the processor: one rank with {torch['threads']} threads, or up to {ranks} ranks, which talk over TCP"
+    between = "share memory" if _runtime.shares_memory() else "talk over TCP (the system or INTERLACE_SHARED_MEMORY=0 forbids shared memory)"
+    return f"the processor: one rank with {torch['threads']} threads, or up to {ranks} ranks, which {between}"
