@@ -67,8 +67,8 @@ using ExchangeBytes = std::function<Result<std::vector<std::string>>(const std::
 
 // Two non-blocking connections to every peer, by index (none to this rank). All ranks of the group must call it
 // together. `shares_memory`: with ranks that do so too, have the same host and see this process, what is sent goes
-// through rings that both have. Error: no address to listen on, a rank that cannot be reached within the timeout, or one that encrypts
-// where another does not.
+// through rings that both have. Error: no address to listen on, a rank that cannot be reached within the timeout, or
+// one that encrypts where another does not.
 Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s,
                                               SocketCalls& calls = SystemCalls(), bool shares_memory = false);
 

@@ -27,6 +27,7 @@ constexpr int64_t kBetweenOpsNs = 50'000;     // Progress looks at the sockets n
 // (measured: a step of 118 short waits took 30 ms, and 16 ms with this).
 constexpr int64_t kSpinNs = 50'000;
 constexpr auto kHelperPause = std::chrono::milliseconds(1);
+constexpr double kRingSleepMs = 20;  // another thread that waits may take the byte that was to wake this one
 constexpr double kMomentS = 1e-3;  // of sending that FirstToHold does not mind
 constexpr double kStoppedNs = 1e8;  // that a wait takes longer than it should: this process was stopped
 constexpr int kHelperQuiet = 50;   // pauses without any operation after which the helper sleeps for good
@@ -413,7 +414,8 @@ double Mesh::CollectEvents(std::vector<pollfd>& events) const {
     int wanted = live ? (peer.in.empty() ? 0 : POLLIN) | (peer.out.empty() || held ? 0 : POLLOUT) : 0;
     if (live && held) most_ms = std::min(most_ms, 1.0);
     if (wanted != 0 && peer.sockets.rings) {
-      if (!peer.sockets.rings->MaySleep((wanted & POLLIN) != 0, (wanted & POLLOUT) != 0)) most_ms = 0;
+      const bool may_sleep = peer.sockets.rings->MaySleep((wanted & POLLIN) != 0, (wanted & POLLOUT) != 0);
+      most_ms = std::min(most_ms, may_sleep ? kRingSleepMs : 0.0);
       wanted = POLLIN;
     }
     // poll leaves out what is negative.
