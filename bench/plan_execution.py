@@ -92,17 +92,14 @@ stage 0
 def run_rank(job_file: str) -> None:
     """Carries out plans one after the other; rank 0 prints a JSON line for each."""
     import torch
-    from prediction import Times, measured_steps
+    from prediction import measured_steps
 
     import interlace
     from interlace import models
-    from interlace.cost.machine import Machine
     from interlace.plan.execute import execution_of, read_plan
 
     torch.set_num_threads(1)
     job = json.loads(Path(job_file).read_text())
-    found: Times = {}
-    machine = None
     for file in job["plans"]:
         how = execution_of(read_plan(file))
         rows = how.micro_batch * how.accumulation
@@ -113,10 +110,10 @@ def run_rank(job_file: str) -> None:
             timeout_s=120, schedule=[(0, how.passes(built.model))], profile="off",
         )  # fmt: skip
         with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
-            machine = machine or Machine.here(trainer.world_size, 1, None)
-            record = measured_steps(trainer, built.example_batch, job["seconds"], machine, found)
+            found = measured_steps(trainer, built.example_batch, job["seconds"], job["folder"])
             if trainer.rank == 0:
-                print("ROW " + json.dumps({"file": file} | record), flush=True)
+                more = {"file": file, "profile": found["profile"].text(), "program": trainer.program, "peak_bytes": max(found["peaks"])}
+                print("ROW " + json.dumps({key: found[key] for key in ("seconds", "others")} | more), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -129,7 +126,7 @@ def measure(files: list[Path], ranks: int, seconds: float, folder: Path) -> dict
     from network import Network
 
     job, out = folder / "job.json", folder / "out"
-    job.write_text(json.dumps({"plans": [str(file) for file in files], "seconds": seconds}))
+    job.write_text(json.dumps({"plans": [str(file) for file in files], "seconds": seconds, "folder": str(folder)}))
     with Network(ranks, None) as net, out.open("w") as stdout:
         words = [sys.executable, str(Path(__file__).resolve()), "--rank", str(job)]
         children = [net.spawn(rank, words, stdout=stdout if rank == 0 else None) for rank in range(ranks)]

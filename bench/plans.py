@@ -2,17 +2,19 @@
 
 python bench/plans.py                               # 8 plans over 2 and 4 ranks
 python bench/plans.py --plans 40 --ranks 2 4 8 --json out.json
-python bench/plans.py --plans 40 --ranks 2 4 8 --slice 0:10 --store /tmp/profile.sqlite --json out.json    # in pieces: rows are added
+python bench/plans.py --plans 40 --ranks 2 4 8 --slice 0:10 --json out.json    # in pieces: rows are added
 python bench/plans.py --model llama-wide               # steps ten times as long, which say more of a machine
-python bench/plans.py --plans 2 --ranks 2 --steps 4    # shortest
+python bench/plans.py --plans 2 --ranks 2 --seconds 2  # shortest
 
 The plans are drawn by a seed: stages of unlike depth, data ranks, micro-batches, ZeRO levels and recomputed blocks; every fourth cuts
-products over two ranks on all stages, every fourth has its optimizer states on the host, and most have several stages. Each is a plan file,
-predicted as `interlace plan --local` does on what was measured here first (`--sketch`: on the preset `local-N`), with a memory limit that it
-just fits (and 1 %, as exact as the formula is), so that stages run in the order that memory is planned for; and then by its programs,
-simulated. What a stage that cuts products computes is measured as its ranks cut it. Time: the median of a run's steps; where there are more
-ranks than cores they share them, and such plans are told apart (the formula counts as if all computed all the time). "others" is the share
-of the processors that other programs took meanwhile. Memory: the counting allocator's peak of each rank against that of its stage.
+products over two ranks on all stages, every fourth has its optimizer states on the host, and most have several stages. Each is a plan file
+with a memory limit that it just fits (and 1 %, as exact as the formula is), so that stages run in the order that memory is planned for.
+
+Its ranks train it as `interlace train --plan` does. Steps that are profiled (op after op, transfers alone) and steps as they are take turns,
+because machines drift; the prediction is `interlace plan --local`'s on that profile: the plan's programs, simulated, and beside it the
+formula. Time: the median of the steps as they are; where there are more ranks than cores they share them, and such plans are told apart (the
+formula counts as if all computed all the time). "others" is the share of the processors that other programs took meanwhile. Memory: the
+counting allocator's peak of each rank against that of its stage.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planned import LLAMA, write_models
+from network import Network
+from planned import LLAMA, trainer_of, write_models
+from prediction import measured_steps
 
-from interlace.cli.plan_here import Here, keys_of
-from interlace.cli.plan_programs import programs_of, simulated
+from interlace.cli.plan_programs import simulated
 
 BLOCKS, ACCUMULATION = 4, 4
 # A preset, or a config.json that is written beside the plans; tokens of a sequence.
@@ -124,87 +127,85 @@ def with_predictions(model: Model, stages: list[dict[str, Any]], layers: str, cl
     return str(_core.predict_plan(plan_text(model, stages, peak + peak // 100), layers, cluster))
 
 
-def processor_s() -> tuple[float, float]:
-    """Of all programs since the machine started, and of this one's children that have ended."""
-    with open("/proc/stat") as file:
-        user, nice, system, _idle, _wait, irq, soft = (int(word) for word in file.readline().split()[1:8])
-    children = os.times()
-    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK"), children.children_user + children.children_system
+# ---- in a rank ----
 
 
-def carried_out(
-    model: Model, stages: list[dict[str, Any]], file: Path, layers: str, host: Here, steps: int
-) -> dict[str, Any] | None:  # fmt: skip
-    """What was measured beside what was predicted; None: it failed, as said on stderr."""
-    from interlace import _core
+def run_rank(job_file: str) -> None:
+    """Trains plans one after the other; rank 0 prints a JSON line for each."""
+    import torch
 
-    ranks = sum(stage["dp"] * stage["tp"] for stage in stages)
-    file.write_text(with_predictions(model, stages, layers, host.text))
-    planned = json.loads(_core.read_plan(file.read_text()))
-    words = ["train", "--plan", str(file), "--steps", str(steps), "--json", "--threads", "1"]
-    words += ["--tier", "host"] if any(stage["states"] for stage in stages) else []
-    begin, (all_s, own_s) = time.monotonic(), processor_s()
-    done = subprocess.run([sys.executable, "-m", "interlace.cli", *words], capture_output=True, text=True)
-    passed_s, (all_end_s, own_end_s) = time.monotonic() - begin, processor_s()
-    if done.returncode:
-        print(f"{name_of(stages)} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
-        return None
-    facts = json.loads(done.stdout)
-    predicted = [
-        one["peak_bytes"] for one, stage in zip(planned["stages"], stages, strict=True) for _ in range(stage["dp"] * stage["tp"])
-    ]
-    said = simulated(planned, host.text, host.profile) if host.profile else None
-    if said is not None:  # the programs themselves: times and peaks of a rank of each stage
-        predicted = [peak for peak, stage in zip(said["peak_bytes"], stages, strict=True) for _ in range(stage["dp"] * stage["tp"])]
-    step_ms = (said or planned)["step_us"] / 1e3
+    torch.set_num_threads(1)
+    job = json.loads(Path(job_file).read_text())
+    for file in job["plans"]:
+        text = Path(file).read_text()
+        plan = json.loads(_core().read_plan(text))
+        away = {"tier": "host"} if any(stage["offload"]["states"] for stage in plan["stages"]) else {}
+        trainer, batch = trainer_of(file, **away)
+        with trainer:
+            found = measured_steps(trainer, batch, job["seconds"], job["folder"])
+        if found["profile"] is not None:
+            print("ROW " + json.dumps(predicted(text, plan, job["layers"], found) | {"file": file}), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def predicted(text: str, plan: dict[str, Any], layers: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What was measured beside what the planner says with these times: by the plan's programs, or where none can be made by its formula."""
+    from interlace.calibrate.here import measured_cluster
+
+    profile, measured_ms, core = found["profile"], statistics.median(found["seconds"]) * 1e3, _core()
+    cluster = measured_cluster(profile, found["machine"]).text
+    by_formula = json.loads(core.read_plan(core.predict_plan(text, layers, cluster)))
+    said = simulated(plan, cluster, profile.text())
+    peaks = said["peak_bytes"] if said is not None else [stage["peak_bytes"] for stage in by_formula["stages"]]
+    of_ranks = [peak for peak, stage in zip(peaks, plan["stages"], strict=True) for _ in range(stage["devices"])]
+    step_ms = (said or by_formula)["step_us"] / 1e3
     return {
-        "plan": name_of(stages), "by": "programs" if said is not None else "formula",
-        "ranks": ranks, "stages": len(stages), "tp": stages[0]["tp"], "offload": stages[0]["states"] > 0,
-        "measured_ms": facts["step_ms"],
-        "others": max(0.0, (all_end_s - all_s) - (own_end_s - own_s)) / passed_s / len(os.sched_getaffinity(0)),
-        "formula_ms": planned["step_us"] / 1e3, "planned_ms": step_ms, "error": step_ms / facts["step_ms"] - 1,
-        "peak_bytes": facts["peak_bytes_of_ranks"], "planned_bytes": predicted,
-        "memory_errors": [p / m - 1 for p, m in zip(predicted, facts["peak_bytes_of_ranks"], strict=True)],
+        "by": "programs" if said is not None else "formula", "measured_ms": measured_ms, "others": found["others"],
+        "formula_ms": by_formula["step_us"] / 1e3, "planned_ms": step_ms, "error": step_ms / measured_ms - 1,
+        "peak_bytes": found["peaks"], "planned_bytes": of_ranks,
+        "memory_errors": [p / m - 1 for p, m in zip(of_ranks, found["peaks"], strict=True)],
     }  # fmt: skip
 
 
-def measured_host(model: Model, ranks: int, micro_batches: list[int], store: Path) -> Here:
-    """So many ranks of this machine, measured for these micro-batches of the model, each once in a store."""
-    here = Here(f"local-{ranks}", None, str(store))
-    for b in micro_batches:
-        done = store.with_name(f"{store.name}.{ranks}x{b}")
-        if not done.exists():
-            here.measure(model.name, b, model.seq)
-            done.touch()
-    return here
-
-
-def measure_cuts(host: Here, model: Model, stages: list[dict[str, Any]], layers: str) -> None:
-    """The ops of a model whose products are cut as on these stages, where half of them or more have not been measured yet: of all its
-    layers on one stage, which sends nothing to another."""
+def _core() -> Any:
     from interlace import _core
 
-    ranks, tp = sum(stage["dp"] * stage["tp"] for stage in stages), stages[0]["tp"]
-    one = {"layers": BLOCKS, "dp": ranks // tp, "tp": tp, "zero": 0, "full": 0, "selective": 0, "states": 0}
-    plan = json.loads(_core.read_plan(with_predictions(model, [one], layers, host.text)))
-    for program in programs_of(plan) or []:
-        keys = keys_of(text := str(program.print()))
-        if host.measured is not None and 2 * len(keys & host.measured.keys) < len(keys):
-            host.measure(model.name, plan["stages"][0]["micro_batch"], model.seq, text)
+    return _core
+
+
+# ---- the whole ----
+
+
+def carried_out(files: list[Path], ranks: int, seconds: float, layers: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of these plans, as they come."""
+    job = folder / "job.json"
+    job.write_text(json.dumps({"plans": [str(file) for file in files], "seconds": seconds, "layers": layers, "folder": str(folder)}))
+    with Network(ranks, None) as net:
+        words = [sys.executable, str(Path(__file__).resolve()), "--rank", str(job)]
+        first, *others = [net.spawn(rank, words, stdout=subprocess.PIPE if rank == 0 else None, text=True) for rank in range(ranks)]
+        for line in first.stdout or ():
+            if line.startswith("ROW "):
+                yield json.loads(line[4:])
+        codes = [child.wait() for child in (first, *others)]
+    if any(codes):
+        print(f"a rank failed (exit codes {codes})", file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=8, help="how many, dealt to the numbers of ranks in turns")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=20, help="of each plan")
+    parser.add_argument("--seconds", type=float, default=8.0, help="for one plan: profile and measured steps together")
     parser.add_argument("--model", choices=MODELS, default="llama-tiny", help="steps of some 30 ms, or of some 300")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sketch", action="store_true", help="measure nothing first: times of the preset local-N")
     parser.add_argument("--slice", default="", help="run only the plans numbered A to B - 1: A:B")
-    parser.add_argument("--store", help="keep what was measured first in this file (default: for this run)")
     parser.add_argument("--json", help="write the rows to this file; those of other plans stay in it")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rank:
+        run_rank(args.rank)
+        return
     from transformers.utils import logging
 
     from interlace.plan.layers import model_text
@@ -224,15 +225,13 @@ def main() -> None:
         write_models({} if config is None else {args.model: config}, Path(folder))
         layers = model_text(model.name, seq=seq, dtype="float32")
         for ranks, several in sorted(by_ranks.items()):
-            sizes = sorted({max(s["dp"] for s in plans[number]) // stage["dp"] for number in several for stage in plans[number]})
-            host = measured_host(model, ranks, [] if args.sketch else sizes, Path(args.store or Path(folder) / "profile.sqlite"))
-            for number in several:
-                if plans[number][0]["tp"] > 1 and not args.sketch:
-                    measure_cuts(host, model, plans[number], layers)
-                row = carried_out(model, plans[number], Path(folder) / f"{number}.plan", layers, host, args.steps)
-                if row is not None:
-                    found.append({"number": number} | row)
-                    show(row)
+            files = {str(Path(folder) / f"{number}.plan"): number for number in several}
+            for file, number in files.items():
+                Path(file).write_text(with_predictions(model, plans[number], layers, f"local-{ranks}"))
+            for row in carried_out([Path(file) for file in files], ranks, args.seconds, layers, Path(folder)):
+                number = files[row.pop("file")]
+                found.append({"number": number} | about(plans[number]) | row)
+                show(found[-1])
     if not found:
         raise SystemExit("no plan was carried out")
     failed = len(wanted) - len(found)
@@ -242,6 +241,13 @@ def main() -> None:
         found = [row for row in before if row["number"] not in wanted] + found
         file.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(summary(found) | {"failed": failed, "wanted": WANTED}))
+
+
+def about(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "plan": name_of(stages), "ranks": sum(stage["dp"] * stage["tp"] for stage in stages), "stages": len(stages),
+        "tp": stages[0]["tp"], "offload": stages[0]["states"] > 0,
+    }  # fmt: skip
 
 
 def show(row: dict[str, Any]) -> None:

@@ -21,11 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-Times = dict[tuple[str, str], dict[str, float]]  # rows of a profile
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -98,12 +95,9 @@ def run_rank(job_file: str) -> None:
 
     import interlace
     from interlace import models
-    from interlace.cost.machine import Machine
 
     torch.set_num_threads(1)
     job = json.loads(Path(job_file).read_text())
-    found: Times = {}
-    machine = None
     for row in job["rows"]:
         spec = dict(MODELS[row["model"]])
         rows_of = spec.pop("micro_batch") * row.get("rows", 1)
@@ -118,62 +112,41 @@ def run_rank(job_file: str) -> None:
             accumulation=row["accumulation"], clip_norm=1.0, timeout_s=120, schedule=[(0, row["passes"])] if "passes" in row else [],
         )  # fmt: skip
         with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
-            network = f"{row['mbit']:g} Mbit/s" if row["mbit"] else None
-            machine = machine or Machine.here(trainer.world_size, 1, network)
-            record = measured_steps(trainer, built.example_batch, job["seconds"], machine, found)
+            found = measured_steps(trainer, built.example_batch, job["seconds"], job["folder"])
             if trainer.rank == 0:
-                print("ROW " + json.dumps(row | record), flush=True)
+                more = {"profile": found["profile"].text(), "program": trainer.program, "peak_bytes": max(found["peaks"])}
+                print("ROW " + json.dumps(row | {key: found[key] for key in ("seconds", "others")} | more), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def measured_steps(trainer: Any, batch: Any, seconds: float, machine: Any, found: Times) -> dict[str, Any]:
-    """Steps as `interlace profile` measures them and as they are, in turn; `found` keeps times from one program to the next."""
-    from interlace import _runtime
-    from interlace.cost.measure import Collectives, StepTimes, sweep_sizes
-    from interlace.cost.measurements import from_rows
-    from interlace.dist.mesh import Mesh
+def measured_steps(trainer: Any, batch: Any, seconds: float, folder: str) -> dict[str, Any]:
+    """Steps as the trainer profiles them and as they are, in turn; `folder` keeps times of transfers from one program to the next.
+    "profile": on rank 0."""
+    from interlace.observe.profiler import Profiler
 
-    ranks, executor = trainer.world_size, trainer._run.executor
+    run = trainer._run
+    peers, profiler = run.peers, Profiler(run.peers, 120.0, Path(folder))
     for _ in range(2):
         trainer.step(batch)
-    if ranks > 1 and ("issue", "start") not in found:
-        collectives = Collectives(trainer._run.peers, 120.0)
-        found.update(collectives.beside_compute(machine.cores))
-        del collectives
-    mesh = Mesh(trainer._run.ir.mesh, trainer.rank)
-    largest: dict[tuple[str, str, str, str], int] = {}
-    for fact in _runtime.profile_plan(trainer.program).values():
-        if ranks > 1 and fact["bytes"] and fact["ranks"] != "1":
-            kind = (fact["name"].removesuffix(".start"), fact["ranks"], fact["axis"], fact["replicas"])
-            largest[kind] = max(largest.get(kind, 0), fact["bytes"] // fact["units"])
-    for (kind, word, axis, replicas), bytes_ in sorted(largest.items()):
-        collectives = Collectives(trainer._run.peers, 120.0, mesh, axis, replicas)
-        for size in sweep_sizes(max(bytes_, 1 << 20)):
-            if ("collective", f"{kind} {word} {size}") not in found:
-                found["collective", f"{kind} {word} {size}"] = collectives.time(kind, size)
-        del collectives
-    times = StepTimes(ranks, 1, machine.cores)
     busy, ours, spent = busy_seconds(), time.process_time(), time.monotonic()
     taken: list[float] = []
-    while True:
-        executor.set_trace("serial")
+    for number in range(15):
+        run.executor.set_trace("serial")
         trainer.step(batch)
-        times.add(executor.record(), partial(trainer._run.peers.exchange, f"serial step {times.steps}"))
-        executor.set_trace("off")
+        profiler.add(run.executor, trainer.program, number)
+        run.executor.set_trace("off")
         for _ in range(3):
             start = time.perf_counter()
             trainer.step(batch)
             taken.append(time.perf_counter() - start)
-        over = trainer._run.peers.exchange(f"rounds {times.steps}", time.monotonic() - spent)[0] > seconds
-        if (over and times.steps >= 3) or times.steps >= 15:
+        if peers.exchange(f"rounds {number}", time.monotonic() - spent)[0] > seconds and number >= 2:
             break
-    used = sum(trainer._run.peers.exchange("processor time", time.process_time() - ours))
-    others = max(0.0, busy_seconds() - busy - used) / (machine.cores * (time.monotonic() - spent))
-    found.update(times.rows())
-    peaks = trainer._run.peers.exchange("peaks", executor.stats()["peak_bytes"])
-    profile = from_rows(machine.fingerprint, found).text()
-    return {"seconds": taken, "peak_bytes": max(peaks), "others": others, "profile": profile, "program": trainer.program}  # fmt: skip
+    used = sum(peers.exchange("processor time", time.process_time() - ours))
+    others = max(0.0, busy_seconds() - busy - used) / (profiler.machine.cores * (time.monotonic() - spent))
+    peaks = peers.exchange("peaks", run.executor.stats()["peak_bytes"])
+    profile = profiler.finish(trainer.program, 1 << 30, 0)
+    return {"seconds": taken, "peaks": peaks, "others": others, "profile": profile, "machine": profiler.machine}
 
 
 def busy_seconds() -> float:
@@ -218,7 +191,7 @@ def measure_group(group: list[dict[str, Any]], seconds: float) -> list[dict[str,
     ranks, mbit = group[0]["ranks"], group[0]["mbit"]
     with tempfile.TemporaryDirectory() as folder, Network(ranks, mbit, group[0].get("per_host", 1)) as net:
         job = Path(folder) / "job.json"
-        job.write_text(json.dumps({"rows": group, "seconds": seconds}))
+        job.write_text(json.dumps({"rows": group, "seconds": seconds, "folder": folder}))
         out = Path(folder) / "out"
         with out.open("w") as stdout:
             words = [sys.executable, str(Path(__file__).resolve()), "--rank", str(job)]

@@ -9,11 +9,12 @@ std::vector<PassCall> CallsOf(const CapturedDecisions& decisions) {
     calls.push_back(MakeCall("split", {{"parts", std::to_string(decisions.parts)}}));
     calls.push_back(MakeCall("canonicalize"));
   }
-  if (decisions.recompute == Recompute::kSelective) calls.push_back(MakeCall("recompute", {{"mode", "selective"}}));
-  if (decisions.recompute == Recompute::kBlocks) {
+  if (decisions.recompute != Recompute::kNothing) {
     std::string blocks;
     for (const std::string& block : decisions.blocks) blocks += (blocks.empty() ? "" : "+") + block;
-    calls.push_back(MakeCall("recompute", {{"mode", "full"}, {"blocks", blocks}}));
+    calls.push_back(
+        MakeCall("recompute", {{"mode", decisions.recompute == Recompute::kBlocks ? "full" : "selective"}}));
+    if (!blocks.empty()) calls.back().options.Set("blocks", blocks);
   }
   if (decisions.width > 1)
     calls.push_back(MakeCall("breadth_first", {{"micro_batches", std::to_string(decisions.width)}}));

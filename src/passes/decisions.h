@@ -19,8 +19,8 @@ namespace interlace {
 struct CapturedDecisions {
   enum class Recompute : uint8_t { kNothing, kSelective, kBlocks };
   Recompute recompute = Recompute::kNothing;
-  std::vector<std::string> blocks;  // kBlocks: those in which everything runs again,
-  size_t all_blocks = 0;            // of so many
+  std::vector<std::string> blocks;  // those of which something runs again; kSelective: none for all
+  size_t all_blocks = 0;            // of so many; kBlocks
   int64_t width = 1;                // micro-batches side by side
   int64_t parts = 1;                // of a micro-batch, side by side
   bool regather = false;            // rows that tensor parallelism gathered are gathered again for the backward part

@@ -25,6 +25,11 @@ bool IsCut(const Program& program) {
   return std::any_of(program.params.begin(), program.params.end(), [](const Param& p) { return !p.cuts.empty(); });
 }
 
+// Whether it is one stage's, or says of its ops which stage they are of.
+bool HasStages(const Program& program) {
+  return program.stage.has_value() || program.Meta("stages.at") != nullptr;
+}
+
 Status Dump(const Program& program, const std::string& dir, size_t index, std::string_view name) {
   if (dir.empty()) return Ok{};
   std::string path = dir;
@@ -91,7 +96,7 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
     const PassCall& call = calls[i];
     Program before;
     if (!ReproFile(options).empty()) before = work.Clone();
-    if (will_go_back && work.level == Level::kCaptured && work.width == 1 && !IsCut(work)) {
+    if (will_go_back && work.level == Level::kCaptured && work.width == 1 && !IsCut(work) && !HasStages(work)) {
       captured = work.Clone();
       since = i;
     }

@@ -265,9 +265,10 @@ bool SearchesCaptured(const PassOptions& options) {
 Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOptions& options) {
   INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(const PassCosts costs, ReadSearchCosts(program, options));
-  // What a pipeline's stages send one another follows from these, and no stage decides it alone.
+  // What a pipeline's stages send one another follows from how micro-batches are cut, and no stage decides it alone. A
+  // stage recomputes what is of its own blocks.
   const bool alone = !program.stage.has_value();
-  const bool recompute = alone && options.Text("recompute", "auto") == "auto";
+  const bool recompute = options.Text("recompute", "auto") == "auto";
   const std::vector<CapturedDecisions> variants =
       CapturedSpace(origin.captured, program, recompute, alone && options.Text("breadth_first", "auto") == "auto",
                     options.Text("accumulate", "none") == "auto");
@@ -287,7 +288,7 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
     const std::vector<Candidate> front = FrontOf(all.tried);
     const size_t best = PickFromFront(front, costs.limit, search.slack);
     if (best < front.size())
-      INTERLACE_TRY(searches.Run(NeighboursOf(origin.captured, front[best].decisions.captured, variants)));
+      INTERLACE_TRY(searches.Run(NeighboursOf(origin.captured, program, front[best].decisions.captured, variants)));
   }
   INTERLACE_ASSIGN(Picked picked, Choose(all.tried, costs, search.slack, [&](const Candidate& c) -> Result<Program> {
                      INTERLACE_ASSIGN(Program made, searches.Base(c.decisions.captured));
@@ -317,8 +318,6 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
 }
 
 Result<bool> Search(Program& program, const PassOptions& options) {
-  if (program.stage)
-    return MakeError("search knows no stages of a pipeline yet; name passes instead, or none: schedule=[]");
   INTERLACE_ASSIGN(const SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(const PassCosts costs, ReadSearchCosts(program, options));
   INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <set>
 
+#include "base/scan.h"
 #include "ir/op_table.h"
 #include "passes/keep.h"
 #include "passes/recompute_choice.h"
@@ -295,6 +296,20 @@ bool Exchanges(const Program& program) {
   return std::any_of(program.params.begin(), program.params.end(), [](const Param& p) { return !p.cuts.empty(); });
 }
 
+// Blocks that can be recomputed: of a stage of a pipeline its own, but for those that a border cuts.
+std::vector<std::string> RecomputableBlocks(const Program& captured, const Program& sharded) {
+  std::vector<std::string> blocks = BlocksOf(sharded);
+  const std::string* borders = sharded.Meta("stages");
+  if (borders == nullptr) return blocks;
+  for (const std::string_view border : Split(*borders, '+')) {
+    const std::string block = BlockOf(border);
+    const auto first = std::find_if(captured.params.begin(), captured.params.end(),
+                                    [&](const Param& p) { return BlockOf(p.name) == block; });
+    if (first != captured.params.end() && !first->name.starts_with(border)) std::erase(blocks, block);
+  }
+  return blocks;
+}
+
 bool DividesMicroBatch(const Program& program, int64_t parts) {
   const std::string* text = program.Meta("micro_batch");
   int64_t samples = 0;
@@ -307,9 +322,10 @@ bool DividesMicroBatch(const Program& program, int64_t parts) {
 std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Program& sharded, bool recompute,
                                              bool breadth_first, bool accumulate) {
   std::vector<CapturedDecisions> all = {{}};
-  const std::vector<std::string> blocks = BlocksOf(captured);
+  const bool stage = sharded.stage.has_value();
+  const std::vector<std::string> blocks = RecomputableBlocks(captured, sharded);
   if (recompute && !blocks.empty() && captured.Meta("recompute") == nullptr) {
-    all.push_back({Recompute::kSelective, {}, 0, 1});
+    all.push_back({Recompute::kSelective, stage ? blocks : std::vector<std::string>(), 0, 1});
     std::set<size_t> counts;
     for (size_t quarter : {1, 2, 3, 4}) counts.insert(std::max<size_t>(blocks.size() * quarter / 4, 1));
     for (size_t count : counts) all.push_back(RecomputationOf(blocks, count));
@@ -321,7 +337,7 @@ std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Prog
       all.back().parts = 2;
     }
   }
-  if (recompute && Exchanges(sharded)) {
+  if (recompute && Exchanges(sharded) && !stage) {
     const size_t count = all.size();
     for (size_t i = 0; i < count; ++i) {
       if (all[i].recompute == Recompute::kBlocks) continue;
@@ -351,11 +367,12 @@ std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Prog
   return all;
 }
 
-std::vector<CapturedDecisions> NeighboursOf(const Program& captured, const CapturedDecisions& chosen,
+std::vector<CapturedDecisions> NeighboursOf(const Program& captured, const Program& sharded,
+                                            const CapturedDecisions& chosen,
                                             const std::vector<CapturedDecisions>& all) {
   std::vector<CapturedDecisions> out;
   if (chosen.recompute == Recompute::kSelective || chosen.width > 1) return out;
-  const std::vector<std::string> blocks = BlocksOf(captured);
+  const std::vector<std::string> blocks = RecomputableBlocks(captured, sharded);
   const size_t step = std::max<size_t>(blocks.size() / 8, 1), count = chosen.blocks.size();
   for (size_t next : {count >= step ? count - step : 0, count + step}) {
     if (next == 0 || next > blocks.size()) continue;

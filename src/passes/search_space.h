@@ -67,12 +67,13 @@ class SearchSpace {
 // with all of it. Where activations travel between ranks each of these without more micro-batches also with a
 // micro-batch in two parts; and, for memory, without recomputation and with selective, rows gathered again for the
 // backward part. Where `accumulate`, and gradients are reduced after each micro-batch, all of it once more with
-// gradients that are reduced once a step. The first is the program as it is. `sharded`: what the strategy made of it.
+// gradients that are reduced once a step. The first is the program as it is. `sharded`: what the strategy made of it; a
+// stage of a pipeline recomputes what is of its own blocks, and gathers no rows again.
 std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Program& sharded, bool recompute,
                                              bool breadth_first, bool accumulate = false);
 // An eighth more and an eighth less recomputation than `chosen`, where that is a number of blocks and not among `all`.
-std::vector<CapturedDecisions> NeighboursOf(const Program& captured, const CapturedDecisions& chosen,
-                                            const std::vector<CapturedDecisions>& all);
+std::vector<CapturedDecisions> NeighboursOf(const Program& captured, const Program& sharded,
+                                            const CapturedDecisions& chosen, const std::vector<CapturedDecisions>& all);
 
 // The elements of the model's outermost module lists (model.layers.0, ...), in the order of their parameters.
 std::vector<std::string> BlocksOf(const Program& program);

@@ -432,7 +432,7 @@ def test_a_collective_takes_until_the_last_rank_has_it() -> None:
     for mine, other in ((4.0, 6.0), (5.0, 3.0), (9.0, 70.0)):  # seconds of this rank and of the other, the data of both
         times.add(
             {"ops": {7: facts}, "transfers": [(7, 0, 1 << 20, mine - 1)], "samples": [(7, 0, mine, 0.5, 0, 0)]},
-            lambda own, other=other: [own, [other]],
+            lambda own, other=other: [own, ["", [other]], ["of another stage", [1e3, 1e3]]],
         )
     (row,) = times.rows().values()
     assert row["us"] == pytest.approx(6e6)  # the median of 6, 5 and 70

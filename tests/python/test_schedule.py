@@ -422,6 +422,9 @@ def test_the_default_schedule_searches_when_there_is_something_to_decide() -> No
     # When gradients are reduced is decided too, where there are several micro-batches and nobody has said it.
     also = measured.replace("recompute=none", "recompute=none,accumulate=auto")
     assert passes(2, accumulation=4) == [(0, ()), (10, (also,))]
+    # Stages of a pipeline reduce as their strategy does, and nothing leaves memory.
+    assert passes(2, mesh={"pp": 2}, accumulation=4) == [(0, ()), (10, (measured,))]
+    assert "offload" not in passes(2, mesh={"pp": 2}, **out)[0][1][0]
     assert passes(2, accumulation=4, accumulate_mode="reduce_each") == [(0, ()), (10, (measured,))]
 
 

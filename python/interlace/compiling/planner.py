@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import tempfile
@@ -17,7 +18,17 @@ from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import put_back, take_out
 from interlace.compiling.programs import Made, ProgramError, Programs, Source, state_name
 from interlace.config import Config, ConfigError
-from interlace.config.schedule import Schedule, fill, for_stage, items, needs_profile, pass_name, pipeline
+from interlace.config.schedule import (
+    Schedule,
+    fill,
+    for_stage,
+    items,
+    joined_recompute,
+    needs_profile,
+    pass_name,
+    pipeline,
+    recomputed_already,
+)  # fmt: skip
 from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes, physical_bytes
 from interlace.dist.mesh import STAGES
 from interlace.errors import InterlaceError
@@ -67,13 +78,33 @@ class Planner:
         count = self.config.stage_ranks
         if count == 1:
             return self._source(self.standard, captured, passes, constants, limit, fresh)
+        made = self._stages(captured, passes, constants, limit, fresh)
+        # What a stage recomputes may change what others send it: all are made of one text in which all of it runs again.
+        again = joined_recompute(self._chosen(source.text) for source in made)
+        if again is not None:
+            made = self._stages(captured, (again, *recomputed_already(passes)), constants, limit, fresh)
+        made[0].captured, made[0].stages = captured, [source.text for source in made]
+        check_stages(made[0].stages)
+        return made[0]
+
+    def _stages(
+        self, captured: str, passes: tuple[str, ...], constants: dict[str, Any], limit: int | None, fresh: bool,
+    ) -> list[Source]:  # fmt: skip
+        """Of each stage."""
         made: dict[int, Source] = {}
         for s in self.stages_in_order():
             text = self.text_of_stage(captured, s, made.values())
-            made[s] = self._source(for_stage(self.standard, s, self.config), text, passes, constants, limit, fresh)
-        made[0].captured, made[0].stages = captured, [made[s].text for s in range(count)]
-        check_stages(made[0].stages)
-        return made[0]
+            try:
+                made[s] = self._source(for_stage(self.standard, s, self.config), text, passes, constants, limit, fresh)
+            except ProgramError as e:
+                raise ProgramError(f"stage {s}: {e}") from e
+        return [made[s] for s in range(self.config.stage_ranks)]
+
+    @staticmethod
+    def _chosen(text: str) -> str:
+        """The passes on the captured program that a search has chosen."""
+        found = re.search(r'^meta search.chosen "[^|"]*\|\d+\|\d+\|([^|"]*)', text, re.MULTILINE)
+        return found[1] if found is not None else ""
 
     def stages_in_order(self) -> list[int]:
         """As their programs are made: first that whose micro-batches have the most rows, which finds out what follows the rows."""
@@ -107,6 +138,8 @@ class Planner:
             self.profile = found[0]["profile"] or self.profile
             return Source(text, found[0]["reports"], constants, captured=captured)
 
+        if needs_profile(passes) and self.profile:  # a pipeline's runs are ordered by what they were measured to take
+            standard = re.sub(r"\bpipeline\([^()]*cluster=\{cluster\}", r"\g<0>,profile={profile}", standard)
         # Other passes know gradients as states.
         last = ["transient_gradients"] if self.config.passes is None and self.ranks == self.config.accumulation == 1 else []
 
@@ -244,16 +277,31 @@ class Planner:
         found = [Path(word) for text in passes for word in re.findall(r"=([^,()]+)", text)]
         return "\0".join(path.read_text(errors="replace") for path in found if path.is_file())
 
-    def predict(self, text: str) -> Prediction | None:
-        """The simulator's word on a program; None without measured times, which it needs to be worth anything here."""
+    def predict(self, texts: list[str]) -> Prediction | None:
+        """The simulator's word on a program, or on those of all stages, whose largest peak counts; None without measured times, which it
+        needs to be worth anything here."""
         from interlace import _core
 
         if not self.profile:
             return None
-        cluster = self.cluster_text()
-        program = _core.Program.parse(text, "program")
-        simulation = _core.Simulation(program, cluster, profile=self.profile, foreign=self.config.profile != "auto")
-        return Prediction(simulation.step_us, simulation.taken_bytes + self.programs.allocator_bytes(program))
+        how: dict[str, Any] = {"profile": self.profile, "foreign": self.config.profile != "auto"}
+        programs = [_core.Program.parse(text, "program") for text in texts]
+        if len(programs) == 1:
+            one = _core.Simulation(programs[0], self.cluster_text(), **how)
+            step_us, taken = one.step_us, [one.taken_bytes]
+        else:
+            facts = json.loads(_core.simulate_set(_core.ProgramSet(STAGES, programs), self.cluster_text(), **how))
+            step_us, taken = facts["step_us"], [stage["taken_bytes"] for stage in facts["stages"]]
+        peaks = [bytes_ + self.programs.allocator_bytes(program) for bytes_, program in zip(taken, programs, strict=True)]
+        return Prediction(step_us, max(peaks))
+
+    def improves(self, texts: list[str], before: list[str], limit: int | None) -> bool:
+        """Whether stages, each of which was searched for by itself, are predicted to be no slower together than those before, or those
+        before need more memory than there is."""
+        if len(texts) == 1 or (old := self.predict(before)) is None or (new := self.predict(texts)) is None:
+            return True
+        most = self._limit(limit)
+        return new.step_us <= old.step_us or (most is not None and old.peak_bytes > most)
 
     def _limit(self, limit: int | None) -> int | None:
         return min((n for n in (limit, self.programs.room) if n is not None), default=None)

@@ -31,18 +31,18 @@ def default_schedule(config: Config, ranks: int, device: str = "cpu") -> Schedul
     It changes no bit of the training, but where it also decides when gradients are reduced (accumulate_mode "auto"). One rank without a
     limit has nothing to decide. `device`: its type; from an accelerator storages can always leave to the host's memory.
     """
-    if config.mode == "eager" or config.passes is not None or config.profile == "off" or config.stage_ranks > 1:
+    if config.mode == "eager" or config.passes is not None or config.profile == "off":
         return ()
-    limited = config.memory_limit is not None
+    limited, stages = config.memory_limit is not None, config.stage_ranks > 1
     if ranks == 1 and not limited:
         return ()
     search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
-    if config.accumulation > 1 and config.accumulate_mode == "auto" and ranks > 1:
+    if config.accumulation > 1 and config.accumulate_mode == "auto" and ranks > 1 and not stages:
         search += ",accumulate=auto"
     if ranks == config.accumulation == 1:  # as the last pass makes it (`Planner`)
         search += ",transient=true"
     tier = config.tier is not None or device != "cpu"
-    if limited and tier:  # what does not fit may leave memory
+    if limited and tier and not stages:  # what does not fit may leave memory
         search += ",offload=host" if config.tier == "host" else ",offload=auto"
         if config.strategy == "shard" and ranks > 1:  # else the model's own parameters are whole, and looked at between steps
             search += ",reposition=auto"
@@ -56,6 +56,31 @@ def default_schedule(config: Config, ranks: int, device: str = "cpu") -> Schedul
 
 def needs_profile(passes: Iterable[str]) -> bool:
     return any("{profile}" in text for text in passes)
+
+
+def joined_recompute(chosen: Iterable[str]) -> str | None:
+    """One pass that recomputes what the searches of a pipeline's stages have chosen, each of blocks of its own: "recompute(mode=full,
+    blocks=a)" and "recompute(mode=selective,blocks=b)" are "recompute(mode=selective,blocks=a+b,whole=a)". None: none does."""
+    blocks: dict[str, list[str]] = {"full": [], "selective": []}
+    for text in chosen:
+        for found in re.finditer(r"recompute\(mode=(full|selective),blocks=([^,)]+)\)", text):
+            blocks[found[1]] += found[2].split("+")
+    full, some = blocks["full"], blocks["selective"]
+    if not full and not some:
+        return None
+    if not some:
+        return f"recompute(mode=full,blocks={'+'.join(full)})"
+    return f"recompute(mode=selective,blocks={'+'.join(full + some)}{',whole=' + '+'.join(full) if full else ''})"
+
+
+def recomputed_already(passes: Iterable[str]) -> list[str]:
+    """The passes with searches that recompute nothing."""
+    return [_without_recompute(text) if pass_name(text) == "search" else text for text in passes]
+
+
+def _without_recompute(search: str) -> str:
+    options = search.partition("(")[2].removesuffix(")").split(",")
+    return f"search({','.join([*(o for o in options if o and not o.startswith('recompute=')), 'recompute=none'])})"
 
 
 def pass_name(text: str) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from interlace.cost.measurements import SLOWDOWN
 from interlace.dist.groups import transport
-from interlace.dist.mesh import Mesh
+from interlace.dist.mesh import STAGES, Mesh
 
 Rows = dict[tuple[str, str], dict[str, float]]
 Exchange = Callable[[Any], list[Any]]  # every rank's value, by rank
@@ -34,13 +34,14 @@ class StepTimes:
     """Collects the records of serial steps (`Executor.record`) and says what each op and collective takes.
 
     A collective takes as long as on the rank that has it last: in a step, what follows it on the others soon waits for that one.
+    Of a pipeline those ranks count that run the same `program`.
 
     An op's time is its median, which one interruption does not move. But times are skewed, so medians add up to less than the steps
     whose ops they are (1 to 6 %): all are raised by one factor to the median of the steps' sums.
     """
 
-    def __init__(self, ranks: int, threads: int, cores: int, on_device: bool = False) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, threads: int, cores: int, on_device: bool = False, program: str = "") -> None:
+        self.ranks, self.program = ranks, program
         self.use_cpu_time = threads == 1 and not on_device
         # With several threads the wall clock must do; ranks that share cores then stretch it by so much. Devices have clocks of their own.
         self.crowded = not on_device and ranks * threads > cores
@@ -55,7 +56,7 @@ class StepTimes:
         self.steps = 0
 
     def add(self, record: dict[str, Any], exchange: Exchange | None = None) -> None:
-        """One step; `exchange` is called where there are collectives, on all ranks or on none."""
+        """One step; every rank must call it with an `exchange`."""
         self.steps += 1
         self.ops.update(record["ops"])
         for op, _, seconds, cpu, live, peak in record["samples"]:
@@ -65,10 +66,9 @@ class StepTimes:
         self.sums.append(sum(cpu if self.use_cpu_time else seconds for op, _, seconds, cpu, *_ in record["samples"] if self._computes(op)))
         walls = {(op, run): seconds for op, run, seconds, *_ in record["samples"]}
         own = [(op, walls[op, run], seconds) for op, run, _, seconds in record["transfers"]]
-        everyone = [[wall for _, wall, _ in own]]
-        if exchange is not None and own:
-            everyone = exchange(everyone[0])
-        lasts = list(map(max, zip(*everyone, strict=True)))
+        mine = [self.program, [wall for _, wall, _ in own]]
+        everyone = [mine] if exchange is None else exchange(mine)
+        lasts = list(map(max, zip(*[times for program, times in everyone if program == self.program], strict=True)))
         self.moved.append(sum(lasts))
         for (op, wall, moving), last in zip(own, lasts, strict=True):
             self.collectives[op].append(last)
@@ -201,11 +201,13 @@ class Collectives:
         mesh = mesh or Mesh({axes: peers.size}, peers.rank)
         both = mesh.joined(axes, replicas)
         ranks = mesh.group(both)
+        self.ends = [ranks.index(r) for r in (mesh.leaders() if both == STAGES else ranks)[:2]]  # of a message
         backend = transport(peers.device)
         self.peers, self.size, self.members, self.device = peers, mesh.size(axes), len(ranks), peers.device
+        self.index = mesh.index(both)
         self.grid = [[ranks.index(r) for r in mesh.group(along)] for along in (axes, replicas)] if replicas else None
         group = peers.groups.along(mesh, both).group_name
-        self.comm = _runtime.Comm(both, mesh.index(both), len(ranks), backend, timeout_s, group, mesh.row(both))
+        self.comm = _runtime.Comm(both, self.index, len(ranks), backend, timeout_s, group, mesh.row(both))
 
     def time(self, kind: str, size: int) -> dict[str, float]:
         """Medians over repeated calls of `size` bytes, as the cost model counts them, each until the last rank has it; ranks meet
@@ -302,16 +304,13 @@ class Collectives:
         if kind == "all_reduce":
             value = torch.ones(max(1, size // 4), device=self.device)
             return lambda: comm.wait(comm.start_all_reduce(value, "all_reduce"))
-        message = torch.ones(max(1, size // 4), device=self.device)
-        group = self.peers.groups.native
+        message, (first, second) = torch.ones(max(1, size // 4), device=self.device), self.ends
 
         def send() -> None:
-            import torch.distributed as dist
-
-            if self.peers.rank == 0:
-                dist.send(message, group=group, group_dst=1)
-            elif self.peers.rank == 1:
-                dist.recv(message, group=group, group_src=0)
+            if self.index == first:
+                comm.wait(comm.start_send(message, second, "p2p"))
+            elif self.index == second:
+                comm.wait(comm.start_recv(message, first, "p2p"))
 
         return send
 

@@ -9,6 +9,7 @@ allows, and kept for later starts under the machine's fingerprint.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -23,14 +24,15 @@ import torch
 from interlace.cost.device_copies import COPIES, NEEDS, DeviceCopies
 from interlace.cost.machine import Machine, available_bytes, device_bytes
 from interlace.cost.measure import Collectives, Rows, StepTimes, sweep_sizes
-from interlace.cost.measurements import SLOWDOWN, from_rows
+from interlace.cost.measurements import SLOWDOWN, Profile, from_rows
 from interlace.cost.store import Store, StoreError
-from interlace.dist.mesh import Mesh
+from interlace.dist.mesh import STAGES, Mesh
 from interlace.dist.peers import Peers
 
 log = logging.getLogger("interlace")
 SWEEP_LARGEST = 1 << 24  # bytes: larger transfers are extrapolated
 BESIDE_BYTES = 16 << 20  # what measuring compute beside a transfer takes
+SWEPT = ("collective", "slowdown", "issue")
 STORE_FILE = "profile.sqlite"
 
 
@@ -42,6 +44,7 @@ class Profiler:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", peers.size))
         self.machine = Machine.here(local, torch.get_num_threads(), device=peers.device)
         self._times: dict[str, StepTimes] = {}  # by program
+        self._known: Rows = {}  # that the store has had, on rank 0
 
     @property
     def steps(self) -> int:
@@ -51,11 +54,12 @@ class Profiler:
         """The step of this number, which an executor of this program has just run with the trace "serial"."""
         if text not in self._times:
             on_device = self.peers.device.type != "cpu"
-            self._times[text] = StepTimes(self.peers.size, self.machine.threads, self.machine.cores, on_device)
+            name = hashlib.sha256(text.encode()).hexdigest()
+            self._times[text] = StepTimes(self.peers.size, self.machine.threads, self.machine.cores, on_device, name)
         self._times[text].add(executor.record(), partial(self.peers.exchange, f"collectives of step {number}"))
 
-    def finish(self, text: str, room: int, number: int, copies: bool = False) -> str:
-        """The profile of all ranks on rank 0, "" elsewhere. `room`: bytes that this rank may take between steps. `copies`: storages may
+    def finish(self, text: str, room: int, number: int, copies: bool = False) -> Profile | None:
+        """The profile of all ranks on rank 0, None elsewhere. `room`: bytes that this rank may take between steps. `copies`: storages may
         leave a device."""
         room = min(self.peers.exchange(f"room of profile {number}", room))
         rows: Rows = {}
@@ -67,12 +71,14 @@ class Profiler:
         packed = [[kind, key, row] for (kind, key), row in rows.items()]
         everyone = self.peers.exchange(f"profile {number}", packed)
         if self.peers.rank != 0:
-            return ""
+            return None
         merged = merge([{(kind, key): row for kind, key, row in one} for one in everyone])
-        return from_rows(self.machine.fingerprint, merged).text()
+        self._store({key: row for key, row in merged.items() if key[0] in SWEPT and "in_place" not in row and key not in self._known})
+        return from_rows(self.machine.fingerprint, merged)
 
     def _sweep(self, text: str, room: int, number: int) -> Rows:
-        """Transfers over sizes: what the store has, and what is measured now and put there."""
+        """Transfers over sizes: what the store has, and what is measured now. Those along the stages of a pipeline all ranks measure
+        together, others the ranks of the stages that have them, so that all go through them in one order."""
         from interlace import _core, _runtime
 
         if self.peers.size == 1:
@@ -92,9 +98,10 @@ class Profiler:
         known: Rows = {}
         if self.peers.rank == 0:
             known = self._stored()
-        keys = [("collective", f"{kind} {ranks} {size}") for kind, ranks, _, _, size in wanted]
+        everyone = sorted({tuple(point) for one in self.peers.exchange(f"sizes of profile {number}", wanted) for point in one})
+        keys = [("collective", f"{kind} {ranks} {size}") for kind, ranks, _, _, size in everyone]
         todo: dict[str, Any] = {
-            "points": [list(p) for p, key in zip(wanted, keys, strict=True) if key not in known],
+            "points": [list(p) for p, key in zip(everyone, keys, strict=True) if key not in known],
             "beside": SLOWDOWN not in known and room >= BESIDE_BYTES and self.peers.device.type == "cpu",  # they share cores
         }
         todo = json.loads(self.peers.broadcast(f"points of profile {number}", json.dumps(todo).encode()))
@@ -103,14 +110,15 @@ class Profiler:
             mesh = Mesh.of(_core.Program.parse(text, "program"), self.peers.rank)
             along: dict[tuple[str, str], Collectives] = {}
             for kind, ranks, axis, replicas, size in todo["points"]:
+                if STAGES not in axis.split(",") and (kind, ranks, axis, replicas, size) not in wanted:
+                    continue
                 if (axis, replicas) not in along:
                     along[axis, replicas] = Collectives(self.peers, self.timeout_s, mesh, axis, replicas)
                 found["collective", f"{kind} {ranks} {size}"] = along[axis, replicas].time(kind, size)
             if todo["beside"]:
                 found |= Collectives(self.peers, self.timeout_s).beside_compute(self.machine.cores)
-        if self.peers.rank == 0:
-            self._store(found)
-        return {key: row for key, row in known.items() if key in keys or key[0] in ("slowdown", "issue")} | found
+        self._known = known = {key: row for key, row in known.items() if key in keys or key[0] in ("slowdown", "issue")}
+        return known | found
 
     def _copies(self, room: int, number: int) -> Rows:
         """Copies between a device and the host: what the store has, or what is measured now, by all ranks at once, and put there."""

@@ -29,7 +29,7 @@ from interlace.capture.tensor_plan import read_plan
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
-from interlace.compiling.programs import Built, Programs, Source
+from interlace.compiling.programs import Built, ProgramError, Programs, Source
 from interlace.compiling.regions import settled
 from interlace.compiling.states import WEIGHT, States
 from interlace.config import Config, ConfigError, format_bytes
@@ -244,19 +244,31 @@ class _Build:
 
         def make() -> Source:
             captured, constants = self._capture(used)
-            unlike = bool(self.config.stage_meshes)
-            if unlike:  # borders are settled on the whole program
-                self.planner.settle_stages(captured)
-            if self.config.tensor_ranks > 1:
-                captured = self.planner.settle_cuts(captured, self._given_cuts())
-            if not unlike:
-                self.planner.settle_stages(captured)
-            stage = stage_at(self.config.schedule, 0)
-            source = self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
-            self.planner.rehearse(captured, self.config.schedule[stage + 1 :], source)
-            return source
+            try:
+                return self._made(captured, constants)
+            except ProgramError as e:
+                if self.config.stage_ranks == 1 or self.config.stage_order != "auto" or self.programs.room is None:
+                    raise
+                log.info("stage_order: what auto finds is refused (%s); 1f1b holds the fewest activations", e)
+                narrow = dataclasses.replace(self.config, stage_order="1f1b")
+                self.planner.standard = narrow.pipeline(self.peers.size, uses_momentum(self.optimizer))
+                return self._made(captured, constants)
 
         return self.programs.share(what, make)
+
+    def _made(self, captured: str, constants: dict[str, Any]) -> Source:
+        """What the planner makes of a captured text, with borders and cuts that are settled."""
+        unlike = bool(self.config.stage_meshes)
+        if unlike:  # borders are settled on the whole program
+            self.planner.settle_stages(captured)
+        if self.config.tensor_ranks > 1:
+            captured = self.planner.settle_cuts(captured, self._given_cuts())
+        if not unlike:
+            self.planner.settle_stages(captured)
+        stage = stage_at(self.config.schedule, 0)
+        source = self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
+        self.planner.rehearse(captured, self.config.schedule[stage + 1 :], source)
+        return source
 
     def _given_cuts(self) -> str | None:
         """Those of a plan file, if there is one."""

@@ -36,6 +36,10 @@ REPLANS = 3  # of one entry of the schedule
 PRESSURE_STEPS = 200  # between looks at the free memory
 
 
+def _as_it_was(old: Source) -> Source:
+    return Source(old.text, old.reports, {}, captured=old.captured, stages=old.stages)
+
+
 class Loop:
     """What becomes of one trainer's program. `plans`: a record of each plan that was put to use."""
 
@@ -159,12 +163,13 @@ class Loop:
 
         def make() -> Source:
             try:
-                return self.planner.source(old.captured, passes, {}, self.run.limit, fresh=reason not in ("schedule", "shapes"))
+                found = self.planner.source(old.captured, passes, {}, self.run.limit, fresh=reason not in ("schedule", "shapes"))
+                return found if self.planner.improves(found.texts, old.texts, self.run.limit) else _as_it_was(old)
             except ProgramError as e:
                 if reason in ("schedule", "shapes"):
                     raise
                 failure.append(str(e))  # the plan that runs is still a good one
-                return Source(old.text, old.reports, {}, captured=old.captured, stages=old.stages)
+                return _as_it_was(old)
 
         with self.peers.guard():
             source = self.programs.share(f"plan for step {self.count}", make)
@@ -172,8 +177,8 @@ class Loop:
         changed = source.texts != old.texts  # of a pipeline perhaps on another stage alone
         if changed:
             self.swapping.swap_to(source)
-        before = self._predict(old.text) if changed else None
-        self._predicted = self._predict(source.text)
+        before = self._predict(old.texts) if changed else None
+        self._predicted = self._predict(source.texts)
         record = {
             "step": self.count, "reason": reason, "passes": list(passes), "changed": changed,
             "seconds": time.monotonic() - begin, "cached": len(self.programs.cached) > cached, "program_reports": source.reports,
@@ -201,18 +206,18 @@ class Loop:
         found = re.search(r'^meta search.chosen "([^|"]*)\|(\d+)\|(\d+)', text, re.MULTILINE)
         return "" if found is None else f"{found[1]}, predicted {int(found[2]) / 1e3:.1f} ms in {format_bytes(int(found[3]))}"
 
-    def _predict(self, text: str) -> Prediction | None:
-        """Of a program, on rank 0."""
+    def _predict(self, texts: list[str]) -> Prediction | None:
+        """Of a program, or of all stages', on rank 0."""
         if self.peers.rank != 0:
             return None
         with self.peers.guard():
-            return self.planner.predict(text)
+            return self.planner.predict(texts)
 
     def _begin_at_0(self) -> None:
         """The first program was planned when compiling; with a given profile it is compared like any other."""
         if not self._has_profile or not needs_profile(self.run.planned_passes):
             return
-        self._predicted = self._predict(self.run.program)
+        self._predicted = self._predict(self.run.source.texts)
         start = {"step": 0, "reason": "start", "changed": False, "seconds": 0.0, "cached": False}
         self.plans.append(start | {"passes": list(self.run.planned_passes)})
         self._planned, self._check_at = self.run.program, 1 + TIMED_STEPS
@@ -228,9 +233,9 @@ class Loop:
         free = free_bytes(self.peers.device, profiler.machine.ranks)
         room = free if limit is None else min(free, limit - stats["persistent_bytes"])
         with self.peers.guard(), self.programs.timed("profile"):
-            text = profiler.finish(self.run.program, room, self.count, copies=self.programs.room is not None)
-        if self.peers.rank == 0:
-            self.planner.profile = text
+            found = profiler.finish(self.run.program, room, self.count, copies=self.programs.room is not None)
+        if found is not None:
+            self.planner.profile = found.text()
         self._has_profile = True
 
     # ---- comparing ----

@@ -27,7 +27,15 @@ class Changes {
         changes[op.args[0].value].push_back(i);
     }
     std::erase_if(changes, [&](const auto& each) { return Made(each.first, each.second) < 0; });
-    for (const auto& [buffer, assigns] : changes) KeepOld(buffer);
+    for (const auto& [buffer, assigns] : changes) {
+      const int32_t front = std::min(facts_.uses[buffer].front(), Made(buffer, facts_.writes[buffer]));
+      Keep(buffer, front, [&](OpId clone) { edit_.Before(front, clone); });
+    }
+    for (const Buffer& buffer : program_.buffers) {
+      const std::vector<int32_t>& writes = facts_.writes[buffer.value];
+      if (writes.empty() || writes.back() >= first_backward_) continue;
+      Keep(buffer.value, writes.back(), [&](OpId clone) { edit_.After(writes.back(), clone); });
+    }
     for (const auto& [buffer, assigns] : changes) {
       const int32_t made = Made(buffer, assigns);
       for (int32_t i : assigns) {
@@ -56,8 +64,9 @@ class Changes {
     return last;
   }
 
-  // What the backward part reads of it is a copy.
-  void KeepOld(ValueId buffer) {
+  // What the backward part reads of it is a copy, made beside the op at `place`.
+  template <typename Put>
+  void Keep(ValueId buffer, int32_t place, const Put& put) {
     std::vector<int32_t> late;
     for (int32_t i : facts_.uses[buffer]) {
       if (i >= first_backward_ &&
@@ -65,10 +74,9 @@ class Changes {
         late.push_back(i);
     }
     if (late.empty()) return;
-    const int32_t front = std::min(facts_.uses[buffer].front(), Made(buffer, facts_.writes[buffer]));
     const Type type = program_.value(buffer).type;
-    Op& clone = AddLike(program_, Op(edit_.op(front)), "aten.clone", {buffer});
-    edit_.Before(front, clone.id);
+    Op& clone = AddLike(program_, Op(edit_.op(place)), "aten.clone", {buffer});
+    put(clone.id);
     const ValueId copy = program_.AddResult(clone, type);
     for (int32_t i : late) ReadCopy(i, buffer, copy);
   }

@@ -9,8 +9,8 @@
 
 namespace interlace::stages {
 
-// In the micro-batch phase of a captured program. What the backward part reads of such a buffer is a copy of what it
-// was. One whose next value is of the backward part, or that is written otherwise, stays as it is.
+// In the micro-batch phase of a captured program. What the backward part reads of such a buffer, or of one that the
+// forward part writes, is a copy of what it was. One whose next value is of the backward part stays as it is.
 void ChangeBuffersForward(Program& program, Phase& phase);
 
 }  // namespace interlace::stages

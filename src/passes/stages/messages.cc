@@ -187,7 +187,10 @@ class Planner {
     const auto shared = layout_.shared.find(root);
     for (const Station& place : uses) {
       const int32_t rank = layout_.RankOf(place.stage);
-      if (rank == layout_.RankOf(from.stage)) continue;
+      if (rank == layout_.RankOf(from.stage)) {
+        if (place.stage != from.stage && !IsThere(from, place)) return TooLate(root, from, place);
+        continue;
+      }
       if (shared != layout_.shared.end() && std::count(shared->second.begin(), shared->second.end(), rank) > 0)
         continue;
       by_rank[rank].push_back(place);
@@ -211,14 +214,22 @@ class Planner {
         message.to.turn = Turn::kBackward;
       }
       const bool late = message.to.turn == Turn::kBackward && message.to.stage >= message.from.stage;
-      if (late || from.turn == Turn::kWeights || Before(places[0], message.to)) {
-        return MakeError("%", root, ", made by ", made >= 0 ? flow_.op(made).name : "the model", " in stage ",
-                         from.stage, ", is needed by stage ", places[0].stage,
-                         " before it can be there; choose other borders");
-      }
+      if (late || from.turn == Turn::kWeights || Before(places[0], message.to)) return TooLate(root, from, places[0]);
       layout_.messages.push_back(message);
     }
     return Ok{};
+  }
+
+  // Whether one stage of a rank has made what another one of it needs, in any order of runs.
+  static bool IsThere(const Station& from, const Station& to) {
+    if (from.turn == Turn::kForward) return to.turn != Turn::kForward || to.stage > from.stage;
+    return from.turn == Turn::kBackward && to.turn != Turn::kForward && to.stage < from.stage;
+  }
+
+  Error TooLate(ValueId root, const Station& from, const Station& to) const {
+    const int32_t made = flow_.DefOf(root);
+    return MakeError("%", root, ", made by ", made >= 0 ? flow_.op(made).name : "the model", " in stage ", from.stage,
+                     ", is needed by stage ", to.stage, " before it can be there; choose other borders");
   }
 
   Status SendBuffer(ValueId root, const std::vector<Station>& uses) const {

@@ -16,7 +16,7 @@ using testing::InterpretSet;
 using testing::RunResult;
 
 struct Counts {
-  int run = 0, refused = 0, sent = 0, shared = 0, v = 0;
+  int run = 0, refused = 0, sent = 0, shared = 0, v = 0, recomputed = 0;
 };
 
 // What stands in the way of a cut, said before anything runs.
@@ -54,9 +54,11 @@ void Check(uint64_t seed, Counts& counts) {
   const std::string strategy = strategies[random() % 3];
   const std::string rest = "," + strategy + "(axis=dp),accumulate(steps=" + std::to_string(test.run.accumulation) +
                            ",mode=" + test.run.accumulate_mode + "),update" + (test.run.clip ? "(clip=0.05)" : "") +
-                           ",order(schedule=" + schedule + ")";
-  const std::string start =
-      "canonicalize,mesh(axes=pp:" + std::to_string(stages) + "+dp:" + std::to_string(test.run.ranks) + ")";
+                           ",order(schedule=" + schedule + ")" +
+                           (random() % 4 == 0 ? ",search(recompute=none,breadth_first=none,evaluations=12)" : "");
+  const std::string again = random() % 3 == 0 ? "recompute(mode=full)," : "";
+  const std::string start = "canonicalize," + again + "mesh(axes=pp:" + std::to_string(stages) +
+                            "+dp:" + std::to_string(test.run.ranks) + ")";
   ProgramSet set;
   set.axis = "pp";
   for (int64_t s = 0; s < stages; ++s) {
@@ -95,6 +97,7 @@ void Check(uint64_t seed, Counts& counts) {
   }
   counts.shared += shares ? 1 : 0;
   counts.v += v ? 1 : 0;
+  counts.recomputed += texts.find("meta recompute") != std::string::npos;
   ++counts.run;
 }
 
@@ -106,6 +109,7 @@ TEST(PipelineProperty, StagesTogetherHaveTheBitsOfTheTextbookStep) {
   EXPECT_GT(counts.sent, counts.run);
   EXPECT_GT(counts.shared, 0);
   EXPECT_GT(counts.v, 0);
+  EXPECT_GT(counts.recomputed, 0);
   RecordProperty("refused", counts.refused);
 }
 
