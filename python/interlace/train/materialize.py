@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -233,8 +234,8 @@ def release(parameter: Tensor) -> None:
         if not parameter.is_meta:
             empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             try:
-                torch.utils.swap_tensors(parameter, empty)
-            except RuntimeError:  # somebody holds a C++ reference (an autograd graph) or a weak one (recurrent layers)
+                _swap(parameter, empty)
+            except RuntimeError:  # somebody holds a C++ reference (an autograd graph)
                 parameter.data = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         parameter._backward_hooks = hooks
         parameter.__class__ = Released
@@ -252,7 +253,17 @@ def point_at(tensor: Tensor, storage: Tensor) -> None:
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, tensor.requires_grad)
         with contextlib.suppress(RuntimeError):
-            torch.utils.swap_tensors(tensor, new)
+            _swap(tensor, new)
+
+
+def _swap(tensor: Tensor, new: Tensor) -> None:
+    """torch.utils.swap_tensors, also where there are weak references (to the object, which stays: an EMA's, torch.compile's, our own)."""
+    if weakref.getweakrefs(tensor) and tensor._use_count() == 1:  # type: ignore[attr-defined]
+        tensor.__class__, new.__class__ = new.__class__, tensor.__class__  # type: ignore[assignment]
+        tensor.__dict__, new.__dict__ = new.__dict__, tensor.__dict__
+        torch._C._swap_tensor_impl(tensor, new)  # type: ignore[attr-defined]
+    else:
+        torch.utils.swap_tensors(tensor, new)
 
 
 def adopt(tensors: Iterable[ModelTensor], states: States, buffers: Mapping[str, Tensor]) -> None:

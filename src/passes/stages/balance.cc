@@ -205,7 +205,7 @@ class Bent {
 
 }  // namespace
 
-std::vector<Border> BordersOf(const Program& program, const Flow& flow) {
+std::vector<Border> BordersOf(const Program& program, const Flow& flow, bool frozen) {
   std::vector<int32_t> first(static_cast<size_t>(program.num_values()), -1);  // by parameter: its first use
   for (int32_t i = 0; i < flow.first_backward(); ++i) {
     for (ValueId need : flow.Needs(i)) {
@@ -215,7 +215,7 @@ std::vector<Border> BordersOf(const Program& program, const Flow& flow) {
   }
   std::vector<std::pair<int32_t, const Param*>> uses;
   for (const Param& param : program.params) {
-    if (param.trainable && first[param.value] >= 0) uses.emplace_back(first[param.value], &param);
+    if ((param.trainable || frozen) && first[param.value] >= 0) uses.emplace_back(first[param.value], &param);
   }
   std::stable_sort(uses.begin(), uses.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<Border> out;
@@ -288,7 +288,7 @@ Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, 
 
 Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, const Deal& deal,
                                           CostModel& model, const std::string& axis) {
-  const std::vector<Border> all = BordersOf(program, flow);
+  const std::vector<Border> all = BordersOf(program, flow, false);
   if (at == "auto") return BalancedBorders(all, flow, model, axis, deal);
   if (at == "model") {
     const std::string* text = program.Meta("stages");
@@ -304,7 +304,12 @@ Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& fl
                      " stages, and ", deal.ranks, " ranks with ", deal.chunks, deal.chunks == 1 ? " stage" : " stages",
                      " each need ", deal.Stages() - 1);
   }
-  INTERLACE_ASSIGN(std::vector<Border> named, NamedBorders(all, names));
+  Result<std::vector<Border>> found = NamedBorders(all, names);
+  if (!found.ok()) {  // a parameter that has been frozen since
+    Result<std::vector<Border>> frozen = NamedBorders(BordersOf(program, flow, true), names);
+    if (frozen.ok()) found = std::move(frozen);
+  }
+  INTERLACE_ASSIGN(std::vector<Border> named, std::move(found));
   for (Border& border : named) border.back = flow.Back(flow.Above(border.position));
   return named;
 }

@@ -31,8 +31,8 @@ struct Border {
   double back = 0;       // of gradients
 };
 
-// All that a program offers, by position.
-std::vector<Border> BordersOf(const Program& program, const Flow& flow);
+// All that a program offers, by position; with `frozen`, in front of frozen parameters, too.
+std::vector<Border> BordersOf(const Program& program, const Flow& flow, bool frozen);
 // Those in front of these parameters, or of the first parameter of these modules. Error: no such name, or not in order.
 Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const std::vector<std::string>& names);
 // One fewer than stages, balanced, that no recomputation spans (Flow::Fits). Error: fewer borders than that.
