@@ -97,13 +97,14 @@ py::list States(const Program& program) {
 }
 
 py::list Buffers(const Program& program) {
-  std::set<ValueId> changed;  // storages that the model writes
+  std::set<ValueId> changed, used;  // storages that the model writes, and that it reads or writes
   ForEachOp(program, [&](const Op& op) {
     for (ValueId written : WrittenOperands(program, op)) changed.insert(program.RootOf(written));
+    ForEachOperand(op, [&](ValueId id) { used.insert(program.RootOf(id)); });
   });
   return ListOf(program.buffers, [&](const Buffer& buffer) {
     return ValueDict(program, buffer.value, "name"_a = buffer.name, "persistent"_a = buffer.persistent,
-                     "changed"_a = changed.contains(buffer.value));
+                     "changed"_a = changed.contains(buffer.value), "used"_a = used.contains(buffer.value));
   });
 }
 

@@ -134,6 +134,7 @@ class Checkpoint(contextlib.AbstractContextManager):
             data = json.loads(self.read(TRAINER))
             self._check_format(int(data["format"]))
             counts = data["step"], *(g["steps"] for g in data["groups"]), *data.get("left_out", {}).values()
+            counts = *counts, *(made for made, _ in data.get("laid_by", {}).values())
             if not all(0 <= int(n) < MOST_STEPS for n in counts):
                 raise ValueError("a negative number of steps, or one that no run makes")
             for group in data["groups"]:

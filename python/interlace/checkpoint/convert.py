@@ -37,10 +37,12 @@ def export_torch(checkpoint: Checkpoint) -> dict[str, Any]:
         for name in names:
             roles = [role for role in group.get("states", STATE_NAMES.get(kind, ())) if f"{role}.{name}" in moments]
             entry = {role: moments.read(f"{role}.{name}") for role in roles}
+            usual = [group["steps"] - record.get("left_out", {}).get(name, 0), group.get("scalars")]
+            made, scalars = record.get("laid_by", {}).get(name, usual)
             if entry and "scalars" in group:
-                entry = {**{k: torch.tensor(number) for k, (number, _) in group["scalars"].items()}, **entry}
+                entry = {**{k: torch.tensor(number) for k, (number, _) in scalars.items()}, **entry}
             elif entry and kind != "sgd":
-                entry = {"step": torch.tensor(float(group["steps"] - record.get("left_out", {}).get(name, 0))), **entry}
+                entry = {"step": torch.tensor(float(made)), **entry}
             if entry:
                 state[index[name]] = entry
     model = {name: weights.read(name) for name in weights.names()}

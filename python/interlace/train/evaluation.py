@@ -110,6 +110,8 @@ class Evaluation:
         if ready.moves:
             run.settle_save()  # what a save has not copied yet must not leave memory
         self._rewriting.before(ready.built.ir, inputs)
+        if ready.afar:
+            run.share_buffers(ready.afar)
         result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
         run.share_outputs(ready.built.states, result, 1)
         ready.bring_back(run.ir)
@@ -182,7 +184,14 @@ class Evaluation:
         for b in built.ir.buffers():
             if b["name"] in own and b["name"] not in shared:  # it came with rank 0's
                 built.executor.tensor(b["value"]).copy_(own[b["name"]].detach())
-        return _Ready(built, loss_fn, watch if captures.prefix else None)
+        return _Ready(built, loss_fn, watch if captures.prefix else None, self._afar(source))
+
+    def _afar(self, source: Source) -> set[str]:
+        """Buffers that a stage of a pipeline reads here, and another one changes while it trains."""
+        programs = [self.run.programs.parse(Source(text)) for text in source.stages]
+        used = [{b["name"] for b in program.buffers() if b["used"]} for program in programs]
+        changed = self.run.states.changed
+        return {name for s, names in enumerate(used) for t, theirs in enumerate(changed) if s != t for name in names.intersection(theirs)}
 
     def _within_limit(self, text: str, out: tuple[str, ...], stage: int) -> Made:
         """The program (of a stage) that moves least among those that the limit allows; else the one that needs least."""
@@ -219,8 +228,8 @@ class _Ready:
     """An evaluating program on the states of one that trains. `watch`: of a loss function that the trainer does not follow, whose id stays
     its own as long as it is kept."""
 
-    def __init__(self, built: Built, loss_fn: LossFn | None, watch: Watch | None) -> None:
-        self.built, self.ways = built, ways_of(built.ir)
+    def __init__(self, built: Built, loss_fn: LossFn | None, watch: Watch | None, afar: set[str]) -> None:
+        self.built, self.ways, self.afar = built, ways_of(built.ir), afar
         self._loss_fn, self._watch = loss_fn, watch
         outside = {} if watch is None else watch.outside
         self._outside = [(built.executor.tensor(b["value"]), outside[b["name"]]) for b in built.ir.buffers() if b["name"] in outside]

@@ -19,6 +19,7 @@ from interlace.capture.reach import mentions
 from interlace.capture.several import members_of
 from interlace.capture.whole import OWN, WHOLE, whole_groups
 from interlace.errors import InterlaceError
+from interlace.train.laid_by import LaidBy
 
 Scalars = dict[str, list[Any]]  # name → [number, kind]
 
@@ -190,18 +191,26 @@ class Hyper:
             return WHOLE[kind].states
         return tuple(self._rules[i]["states"]) if i < len(self._rules) else ()  # which has just been added
 
-    def scalars(self, i: int) -> Scalars:
-        """What a rule's optimizer keeps for group i beside its states, after the steps made: counters, products of betas."""
+    def scalars(self, i: int, laid: LaidBy | None = None) -> Scalars:
+        """What a rule's optimizer keeps for group i (or what is laid by of it) beside its states, after the steps made: counters, products
+        of betas."""
         if self._kinds[i] in WHOLE:
-            return {"step": [float(self.steps[i]), "float32"]} if WHOLE[self._kinds[i]].counts else {}
+            made = self.steps[i] if laid is None else laid.made
+            return {"step": [float(made), "float32"]} if WHOLE[self._kinds[i]].counts else {}
         piloted = self._piloted_of(i)
-        return piloted.pilot.scalars(i - piloted.first) if piloted is not None else {}
+        return (piloted.pilot if laid is None else laid.pilot).scalars(i - piloted.first) if piloted is not None else {}
 
-    def entry(self, i: int) -> dict[str, Any]:
-        """What a torch.optim state dict has for a parameter of group i beside its states."""
+    def entry(self, i: int, laid: LaidBy | None = None) -> dict[str, Any]:
+        """What a torch.optim state dict has for a parameter of group i (or what is laid by of it) beside its states."""
         if is_rule(self._kinds[i]):
-            return as_state(self.scalars(i))
-        return {} if self._kinds[i] == "sgd" else {"step": torch.tensor(float(self.steps[i]))}
+            return as_state(self.scalars(i, laid))
+        made = self.steps[i] if laid is None else laid.made
+        return {} if self._kinds[i] == "sgd" else {"step": torch.tensor(float(made))}
+
+    def laid_by(self, i: int, made: int, scalars: Scalars, states: list[str]) -> LaidBy:
+        """Of a parameter of group i after so many steps, with what scalars() gave then."""
+        piloted = self._piloted_of(i)
+        return LaidBy(made, None if piloted is None else piloted.fresh.with_scalars(i - piloted.first, scalars, states), states)
 
     def check(self, steps: list[int], scalars: list[Scalars | None]) -> None:
         """What restore() would raise, before it changes anything."""

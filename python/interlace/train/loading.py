@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from interlace.capture.whole import WHOLE
 from interlace.checkpoint.contents import MODEL, OPTIMIZER, Checkpoint, check_hyper, check_shapes, group_difference, program_of
+from interlace.checkpoint.optimizer import STATE_NAMES
 from interlace.checkpoint.scheduler import SCHEDULER, scheduler_state
 from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError, DamageError
 from interlace.checkpoint.weights import HeldWeights, Weights, find_name
@@ -20,6 +22,7 @@ from interlace.compiling.states import WEIGHT
 from interlace.errors import UNREADABLE
 from interlace.private import made_here
 from interlace.train import generators
+from interlace.train.laid_by import LaidBy
 from interlace.train.loop import Loop
 from interlace.train.own_steps import load_own_states
 from interlace.train.run import Run
@@ -122,17 +125,19 @@ class Loading:
             raise DamageError(f"{checkpoint.folder}: the optimizer's numbers cannot be read ({type(e).__name__}: {e}); was it edited?") from e
         wanted = {}
         roles = self._run.roles()
-        frozen = self._frozen_now()
+        frozen, laid_by = self._run.frozen(), record.get("laid_by", {})
         for role, p in ((role, p) for role in roles for p in self._run.states.everything if role in p.roles):
-            if p.group is None or steps[p.group] == 0 or p.name in frozen:
+            known = f"{role}.{p.name}" in moments
+            if p.group is None or steps[p.group] == 0 or (p.name in frozen and not known):
                 continue
-            if f"{role}.{p.name}" not in moments and p.name in weights:
+            if (not known or p.name in laid_by) and p.name in weights and p.name not in frozen:
                 raise CheckpointError(
                     f"{checkpoint.folder} has no '{role}.{p.name}': '{p.name}' was frozen when it was saved, and trains now; freeze it "
                     "before loading, or take the weights alone with trainer.load_weights"
                 )
             wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape_of(role))
         check_shapes(moments, wanted)
+        laid = self._laid(checkpoint)
         if record.get("seed") != self._run.config.seed and self._run.rank == 0:
             log.warning(
                 "%s was saved with seed %s, this run has %s: its random numbers go on differently",
@@ -153,8 +158,13 @@ class Loading:
             take_own()
             self._restore_groups([g["hyper"] for g in record["groups"]])
             self._run.hyper.restore(steps, scalars)
-            self._run.laid_by.clear()
-            self._run.left_out = {n: int(t) for n, t in record.get("left_out", {}).items() if n in self._run.states.parameters}
+            self._run.laid_by = laid
+            for name, one in laid.items():
+                for role in one.roles:
+                    entry = f"{role}.{name}"
+                    one.put(self._run, role, tuple(moments.shape(entry)), partial(moments.read_range, entry))
+            known_names = {p.name for p in self._run.states.everything}  # of all stages
+            self._run.left_out = {n: int(t) for n, t in record.get("left_out", {}).items() if n in known_names}
             if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
                 generators.restore(self._run.peers.device, moments.read(f"rng.{self._run.rank}"))
 
@@ -164,11 +174,26 @@ class Loading:
 
         return read
 
-    def _frozen_now(self) -> set[str]:
-        """Parameters of the optimizer that the next step will find frozen."""
-        groups = self._run.optimizer.param_groups
-        named = (zip(self._run.names_of_group(i), group["params"], strict=True) for i, group in enumerate(groups))
-        return {name for pairs in named for name, p in pairs if not p.requires_grad}
+    def _laid(self, checkpoint: Checkpoint) -> dict[str, LaidBy]:
+        """Of what is frozen now, whether or not they were when saved: the steps that they had made, and the states that there are.
+        Error: they are not of the parameter."""
+        run, record, moments = self._run, checkpoint.record, checkpoint.tensors(OPTIMIZER)
+        frozen, shapes, found = run.frozen(), {p.name: p.shape for p in run.states.everything}, dict[str, LaidBy]()
+        for i, group in enumerate(record["groups"] if run.config.mode != "eager" else ()):
+            for name in filter(frozen.__contains__, run.names_of_group(i)):
+                roles = group.get("states", STATE_NAMES.get(run.kind_of(i), ()))
+                there = [role for role in roles if f"{role}.{name}" in moments]
+                usual = [int(group["steps"]) - int(record.get("left_out", {}).get(name, 0)), group.get("scalars")]
+                try:
+                    made, scalars = record.get("laid_by", {}).get(name, usual)
+                    one = run.hyper.laid_by(i, int(made), scalars or {}, there)
+                except (RuntimeError, *UNREADABLE) as e:
+                    raise DamageError(f"{checkpoint.folder}: what is laid by of '{name}' cannot be read ({type(e).__name__}: {e})") from e
+                if there and one.made > 0:
+                    found[name] = one
+                    if run.kind_of(i) not in WHOLE and name in shapes:
+                        check_shapes(moments, {f"{role} of '{name}'": (f"{role}.{name}", shapes[name]) for role in there})
+        return found
 
     def _restore_groups(self, saved: list[dict[str, Any]]) -> None:
         for group, values in zip(self._run.optimizer.param_groups, saved, strict=True):

@@ -26,6 +26,7 @@ from interlace.capture.several import member_of, members_of, runs_itself
 from interlace.errors import InterlaceError
 from interlace.train import state_dicts
 from interlace.train.hyper import OWN_COUNTS
+from interlace.train.laid_by import LaidBy
 from interlace.train.own_steps import WholeLoads
 from interlace.train.run import Run
 
@@ -97,10 +98,11 @@ class Ownership:
         for role, _, p in run.states.updated(run.roles()):
             if p.group in groups:
                 run.states.fill_from(p.name, role, torch.zeros(p.shape, dtype=torch.float32))
-        run.left_out = {name: n for name, n in run.left_out.items() if run.states.parameters[name].group not in groups}
+        anew_names = {name for i in groups for name in run.names_of_group(i)}
+        run.left_out = {name: n for name, n in run.left_out.items() if name not in anew_names}
         for optimizer in anew:
             _keep(optimizer)
-        run.laid_by = {n: laid for n, laid in run.laid_by.items() if not any(n in run.names_of_group(i) for i in groups)}
+        run.laid_by = {name: laid for name, laid in run.laid_by.items() if name not in anew_names}
 
     def _live(self) -> Run | None:
         run = self._run()
@@ -187,18 +189,20 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
     steps: list[int] = []
     scalars: list[Any] = []
     left_out: dict[str, int] = {}
+    laid_by: dict[str, LaidBy] = {}
     for i, group in enumerate(groups):
         names = run.names_of_group(i)
+        frozen = {name: p for name, p in run.frozen().items() if name in names}
         counts: dict[int, str] = {}
         kept: dict[str, Any] | None = None
         for name, index in zip(names, group["params"], strict=True):
             entry = entries[name] = state.get(index, {})
-            if entry:
+            if entry and (name not in frozen or len(frozen) == len(names)):
                 counts.setdefault(int(entry.get("step", 1)), name)
                 kept = kept or {k: v for k, v in entry.items() if k not in run.state_names(i)}
         most = max(counts, default=0)
         if run.kind_of(i) in OWN_COUNTS:
-            made = {n: int(entries[n].get("step", most)) for n in names if entries[n]}
+            made = {n: int(entries[n].get("step", most)) for n in names if entries[n] and n not in frozen}
             left_out |= {n: most - t for n, t in made.items() if t < most}
         elif len(counts) > 1:
             (a, first), (b, second) = list(counts.items())[:2]
@@ -207,6 +211,13 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
                 "groups of their own"
             )
         steps.append(most)
+        for name, parameter in frozen.items():
+            own = run.state_names(i)  # empty where the program trains none of the group
+            tensors = {k: t for k, t in entries[name].items() if isinstance(t, Tensor)}
+            states = {k: t for k, t in tensors.items() if k in own or (t.shape == parameter.shape and k != "step")}
+            if states and (count := int(entries[name].get("step", most or 1))) > 0:
+                others = _as_scalars({k: v for k, v in entries[name].items() if k not in states})
+                laid_by[name] = run.hyper.laid_by(i, count, others, list(states))
         scalars.append(_as_scalars(kept) if kept is not None and is_rule(run.kind_of(i)) else None)
     for p in run.states.everything:
         for role in p.roles:
@@ -223,7 +234,10 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             run.states.fill_from(p.name, role, t if t is not None else torch.zeros(p.shape, dtype=torch.float32))
         run.hyper.restore(steps, scalars)
         run.left_out = left_out
-        run.laid_by.clear()
+        run.laid_by = laid_by
+        for name, laid in laid_by.items():
+            for role in laid.roles:
+                laid.put_whole(run, role, entries[name][role])
 
     return fill
 

@@ -23,8 +23,9 @@ from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train.evaluation import Evaluation
 from interlace.train.hyper import OWN_COUNTS
+from interlace.train.laid_by import LaidBy
 from interlace.train.materialize import adopt
-from interlace.train.run import LaidBy, Run, gathered
+from interlace.train.run import Run, gathered
 
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
@@ -77,12 +78,12 @@ class Frozen:
         self._restart_groups([name for name, word in changed.items() if word == "trainable"])
         log.warning("step %d: compiling again, because %s", run.steps, _listed(changed, added))
         self._recompile(run.example(batch))
-        self._flags = flags
+        self._flags, self._marks = flags, _runtime.marks(self._tensors)
 
     @contextlib.contextmanager
     def as_running(self) -> Iterator[None]:
-        """For an evaluation between such a change and the next step, which follows it: parameters are trained, and groups are there, as in
-        the program that runs."""
+        """Before such a change is followed, for an evaluation or a batch of another form: parameters are trained, and groups are there, as
+        in the program that runs."""
         groups, added = self.run.optimizer.param_groups, self.run.hyper.added
         changed = [p for p, before in zip(self._tensors, self._flags, strict=True) if p.requires_grad != before]
         later = groups[len(groups) - added :] if added > 0 and type(groups) is list else []
@@ -99,10 +100,11 @@ class Frozen:
     def _lay_by(self, names: list[str]) -> None:
         run = self.run
         for i in range(len(run.optimizer.param_groups)):
-            for name in set(run.names_of_group(i)).intersection(names):
-                if (made := run.own_steps(name, i)) > 0:
+            for name in run.names_of_group(i):
+                if name in names and name not in run.laid_by and (made := run.own_steps(name, i)) > 0:
                     run.laid_by[name] = LaidBy(made, run.hyper.pilot_of(i))
-                run.left_out.pop(name, None)
+                if name in names:
+                    run.left_out.pop(name, None)
 
     def _restart_groups(self, names: list[str]) -> None:
         """New parameters begin at step 1 of the optimizer, and others go on where they were frozen, as in torch; here a group has one count
@@ -165,24 +167,22 @@ class Frozen:
     def _copy(self, built: Built) -> None:
         """Weights, moments and buffers of the running program into the new one, whose views the model then gets."""
         run, old, new = self.run, self.run.states, built.states
+        run.share_buffers()  # which another stage may change from now on
         trained = {name for name, p in self._parameters if p.requires_grad}
         for role in (WEIGHT, *run.roles()):
             for p, value in old.whole(role, everywhere=True):
                 if p.name in run.laid_by and p.name not in trained and role != WEIGHT and value is not None:
-                    flat, size = value.detach().reshape(-1), -(-value.numel() // run.world_size)
-                    mine = flat[run.rank * size : (run.rank + 1) * size]
-                    run.laid_by[p.name].parts[role] = torch.cat([mine, mine.new_zeros(size - mine.numel())])
+                    run.laid_by[p.name].put_whole(run, role, value)
                 if p.name not in new.parameters:  # another stage's
                     continue
                 if value is not None and (role == WEIGHT or role in new.roles_of(p.name)):
                     new.fill_from(p.name, role, value)
         for name in sorted(trained.intersection(run.laid_by)):
-            groups = run.peers.groups
-            for role, mine in run.laid_by.pop(name).parts.items():
-                every = mine if run.world_size == 1 else groups.gather_in(groups.native, mine, run.world_size, True)
-                if every is not None and name in new.parameters and role in new.roles_of(name):
-                    shape = new.place_of(name, role).shape
-                    new.fill_from(name, role, every[: torch.Size(shape).numel()].view(shape))
+            laid = run.laid_by.pop(name)
+            for role in laid.parts:
+                value = laid.whole(run, role)
+                if name in new.parameters and role in new.roles_of(name):
+                    new.fill_from(name, role, value)
         running = {b["name"]: run.executor.tensor(b["value"]) for b in run.ir.buffers()}
         storages = {b["name"]: built.executor.tensor(b["value"]) for b in built.ir.buffers()}
         for name, storage in storages.items():

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from interlace.dist.peers import PeerError, Peers
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
 from interlace.train.hyper import Hyper
+from interlace.train.laid_by import LaidBy
 from interlace.train.loss_scale import LossScale
 from interlace.train.materialize import checksum, release
 
@@ -54,15 +55,6 @@ class Tensors:
 
     def places(self, name: str) -> list[str]:
         return [entry for entry, canonical, _ in self.entries if canonical == name]
-
-
-@dataclasses.dataclass
-class LaidBy:
-    """Of a parameter that is frozen for now: the steps that it has made, its optimizer's pilot, and this rank's part of its states."""
-
-    made: int
-    pilot: Any
-    parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Run:
@@ -295,14 +287,15 @@ class Run:
         kind = self.kind_of(group)
         return self.hyper.rule_states(group) if is_rule(kind) else STATE_NAMES[kind]
 
-    def share_buffers(self) -> None:
-        """Of a pipeline: every rank's buffers are those of the stage that changes them. Every rank must call it."""
+    def share_buffers(self, names: Collection[str] | None = None) -> None:
+        """Of a pipeline: every rank's buffers (these ones) are those of the stage that changes them. Every rank must call it."""
         if self.states.stages == 1:
             return
-        for stage, names in enumerate(self.states.changed):
-            for name in names:
-                if name in self.tensors.buffers:
-                    storage = self.tensors.buffers[name]
+        storages = {b["name"]: b["value"] for b in self.ir.buffers()}
+        for stage, changed in enumerate(self.states.changed):
+            for name in changed:
+                if names is None or name in names:
+                    storage = self.executor.tensor(storages[name])
                     storage.copy_(self.states.from_stage(stage, storage.clone()))
 
     def share_outputs(self, states: States, result: dict[str, Any], micro_batches: int) -> None:
@@ -327,6 +320,12 @@ class Run:
 
     def has_state(self, p: Parameter | Entry) -> bool:
         return p.group is not None and self.hyper.steps[p.group] > 0
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The optimizer's parameters that are frozen, in the model or still in the program."""
+        trained = {p.name for p in self.states.everything if p.roles}
+        named = (zip(self.names_of_group(i), g["params"], strict=True) for i, g in enumerate(self.optimizer.param_groups))
+        return {name: p for pairs in named for name, p in pairs if not p.requires_grad or name not in trained}
 
     def forget_names(self) -> None:
         """The optimizer has other groups."""

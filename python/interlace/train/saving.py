@@ -25,6 +25,7 @@ from interlace.dist import sealed
 from interlace.dist.peers import PeerError
 from interlace.private import mark
 from interlace.train import generators
+from interlace.train.laid_by import LaidBy, share
 from interlace.train.loop import Loop
 from interlace.train.own_steps import own_states
 from interlace.train.run import Run
@@ -55,9 +56,6 @@ class Saving:
         self.finish()
         self._all_here()
         self._run.flush()
-        if self._run.laid_by and self._run.rank == 0:
-            names = ", ".join(sorted(self._run.laid_by)[:3])
-            log.warning("%s: optimizer states of frozen parameters (%s) are not saved; unfrozen after a load they begin anew", folder, names)
         begin, cpu = time.monotonic(), time.thread_time()
         with self._run.peers.guard():
             problem = self._begin_save(place_of(folder), extra, keep)
@@ -173,16 +171,11 @@ class Saving:
                 save.wait_staged()
                 self._run.states.put_back(unit, role)
         pieces = [p for role, unit in units if not self._run.states.moves(unit, role) for p in self._unit_pieces(unit, role, files)]
-        pieces += self._loose_pieces(files[MODEL].entries)
+        pieces += self._loose_pieces(files[MODEL].entries) + self._laid_pieces(files[OPTIMIZER].entries)
         if self._run.rank == 0:
             pieces += self._small_pieces(files[MODEL].entries, files[OPTIMIZER].entries, rng)
         save.add(sorted(pieces, key=lambda p: p[3:]))  # by file and place: what follows on each other is one write
         save.close()
-
-    def _share(self, count: int) -> tuple[int, int]:
-        """This rank's part of what every rank has."""
-        part = -(-count // self._run.world_size)
-        return min(self._run.rank * part, count), min((self._run.rank + 1) * part, count)
 
     def _unit_pieces(self, unit: Unit, role: str, files: dict[str, Layout]) -> list[Piece]:
         here, origin = self._run.states.local(unit, role)
@@ -240,9 +233,23 @@ class Saving:
         pieces: list[Piece] = []
         for p in self._run.states.loose:
             whole = next(self._run.states.parts(p, WEIGHT))[0].detach().cpu().contiguous()
-            low, high = self._share(p.numel)
+            low, high = share(self._run, p.numel)
             pieces += [_piece(whole, low, high, 0, model[place], low) for place in self._run.tensors.places(p.name)]
         return pieces
+
+    def _laid_pieces(self, optimizer: dict[str, Entry]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for role, name, laid in self._laid():
+            entry, part = optimizer[f"{role}.{name}"], laid.parts[role].cpu()
+            low, high = share(self._run, torch.Size(laid.shapes[role]).numel())
+            pieces += [_piece(part, 0, high - low, 1, entry, low)] if low < high else []
+        return pieces
+
+    def _laid(self) -> Iterator[tuple[str, str, LaidBy]]:
+        """Role by role what is laid by of parameters that the program does not train."""
+        run = self._run
+        trained = {p.name for p in run.states.everything if p.roles}
+        return ((role, n, laid) for n, laid in sorted(run.laid_by.items()) if n not in trained for role in laid.parts)
 
     def _small_pieces(self, model: dict[str, Entry], optimizer: dict[str, Entry], rng: list[Tensor]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -261,6 +268,7 @@ class Saving:
         model += [(e, buffers[n].dtype, tuple(buffers[n].shape)) for e, n, is_parameter in self._run.tensors.entries if not is_parameter]
         kept = [(role, p) for role in roles for p in states.everything if role in p.roles and self._run.has_state(p)]
         optimizer = [(f"{role}.{p.name}", p.roles[role], p.shape_of(role)) for role, p in kept]
+        optimizer += [(f"{role}.{name}", laid.parts[role].dtype, laid.shapes[role]) for role, name, laid in self._laid()]
         optimizer += [(f"rng.{r}", t.dtype, tuple(t.shape)) for r, t in enumerate(rng)]
         return model, optimizer
 
@@ -292,12 +300,16 @@ class Saving:
         for i, group in enumerate(self._run.optimizer.param_groups):
             steps, names = self._run.hyper.steps[i], self._run.names_of_group(i)
             record = {"steps": steps, "hyper": plain_hyper(group), "parameters": names}
-            scalars = self._run.hyper.scalars(i)
-            groups.append(record if not is_rule(kinds[i]) else {**record, "states": self._run.state_names(i), "scalars": scalars})
+            laid = (role for name in names if name in self._run.laid_by for role in self._run.laid_by[name].parts)
+            rule = {"states": list(dict.fromkeys([*self._run.state_names(i), *laid])), "scalars": self._run.hyper.scalars(i)}
+            groups.append({**record, **(rule if is_rule(kinds[i]) else {})})
+        group_of = {name: i for i in range(len(kinds)) for name in self._run.names_of_group(i)}
+        laid_by = {n: [laid.made, self._run.hyper.scalars(group_of[n], laid)] for n, laid in sorted(self._run.laid_by.items())}
         return {
             "format": FORMAT, "step": self._run.steps, "kind": kinds,
             "groups": groups, "seed": self._run.config.seed, "rng": self._run.config.rng, "world_size": self._run.world_size,
-            "left_out": self._run.left_out, "loss_scale": self._run.loss_scale.state(), "loop": self._loop.state(), "run": self.digest(),
+            "left_out": self._run.left_out, "laid_by": laid_by,
+            "loss_scale": self._run.loss_scale.state(), "loop": self._loop.state(), "run": self.digest(),
             "made_here": mark("".join(self._run.source.texts)), "regions": self._run.regions, "kernels": self._run.programs.kernels,
         }  # fmt: skip
 

@@ -60,6 +60,11 @@ def optimizer_state_dict(run: Run, all_ranks: bool = False) -> dict[str, Any]:
                     if run.left_out.get(p.name) and "step" in entry:
                         entry["step"] = torch.tensor(float(run.own_steps(p.name, p.group or 0)))
                 entry[role] = t.detach().to("cpu", copy=True)
+        for i in range(len(run.optimizer.param_groups)):
+            for name in run.names_of_group(i):
+                if (laid := run.laid_by.get(name)) is not None:
+                    whole = {role: laid.whole(run, role).to("cpu", copy=True) for role in laid.parts}
+                    state[index[name]] = {**run.hyper.entry(i, laid), **whole}
     for member in members_of(run.optimizer):
         if runs_itself(member):
             mine = [i for i, group in enumerate(run.optimizer.param_groups) if any(group is g for g in member.param_groups)]

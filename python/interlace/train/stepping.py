@@ -45,9 +45,10 @@ class Stepping:
             try:
                 inputs = run.inputs(batch)
             except CaptureError as e:  # of another form than the program's
-                if self._follow is None:
+                if self._follow is None or self._frozen is None:
                     raise
-                batch = self._follow.other_form(batch, e)
+                with self._frozen.as_running():  # what was frozen meanwhile is followed then
+                    batch = self._follow.other_form(batch, e)
                 inputs = run.inputs(batch)
             if self._frozen is not None and self._follow is not None:
                 self._frozen.follow(batch)

@@ -1,0 +1,212 @@
+"""States of what is frozen, and changes that meet between two steps, over checkpoints and meshes: as plain PyTorch goes on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import interlace
+
+Tensor = torch.Tensor
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02), "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True), "nadam": lambda p: torch.optim.NAdam(p, lr=0.02),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    """Four layers; `average`: of the last one's weight, which evaluation reads in front."""
+
+    def __init__(self, average: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        if average:
+            self.register_buffer("average", torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        average = getattr(self, "average", None)
+        if average is not None and not self.training:
+            x = x + x @ average
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if average is not None and self.training:
+            with torch.no_grad():
+                average.mul_(0.5).add_(self.layers[3].weight, alpha=0.5)
+        return x
+
+
+def net(average: bool = False) -> Net:
+    torch.manual_seed(0)
+    return Net(average).double()
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def batch_of(step: int, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def turned(model: Net, step: int, first: int = 2, last: int = 6) -> None:
+    """Layer 1 is frozen before step `first`, layer 2 a step later, and both are unfrozen before `last`."""
+    model.layers[1].requires_grad_(not first <= step < last)
+    model.layers[2].requires_grad_(not first < step < last)
+
+
+def groups_of(model: Net) -> list[dict[str, Any]]:
+    return [{"params": list(layer.parameters())} for layer in model.layers]
+
+
+def plain(kind: str, steps: int = 9) -> list[float]:
+    model, losses = net(), list[float]()
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    for step in range(steps):
+        turned(model, step)
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def part(kind: str, first: int, last: int, folder: str, way: str, config: dict[str, Any]) -> list[float]:
+    """Steps of a run that goes on from the checkpoint (or the state dict) in the folder, and leaves one there."""
+    model, losses, settings = net(), list[float](), interlace.Config(schedule=[], cache="off", timeout_s=60, **config)
+    rank, size = parity.rank_and_size()
+    if way != "later":  # frozen in the program, too
+        turned(model, first)
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    with interlace.compile(model, optimizer, loss_of, settings.deal(batch_of(0), rank, size), settings) as trainer:
+        turned(model, first)
+        if first:
+            trainer.load(folder)
+        if first and way == "state_dict":
+            optimizer.load_state_dict(trainer.optimizer_state_dict(all_ranks=True))
+        for step in range(first, last):
+            turned(model, step)
+            losses.append(parity.mean_over_ranks(trainer.step(settings.deal(batch_of(step), rank, size))))
+        trainer.save(folder)
+    return losses
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "later", "state_dict"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_states_of_what_is_frozen_are_in_a_checkpoint(kind: str, way: str, tmp_path: Path) -> None:
+    """Saved while it is frozen, loaded by other ranks, twice, and unfrozen there."""
+    places: tuple[Any, ...] = (2, {"strategy": "shard"}), (2, {"mesh": {"pp": 2}, "accumulation": 2}), (1, {})
+    losses: list[float] = []
+    for (size, config), first, last in zip(places, (0, 4, 5), (4, 5, 9), strict=True):
+        losses += ranks.run(part, size, kind, first, last, str(tmp_path / "kept"), way, config)[0]
+    assert losses == pytest.approx(plain(kind), rel=1e-9)
+
+
+def together(kind: str, config: dict[str, Any] | None) -> list[float]:
+    """Batches have another form from the very steps on before which layers are frozen and unfrozen."""
+    rank, size = parity.rank_and_size()
+    model, losses, settings = net(), list[float](), interlace.Config(schedule=[], cache="off", timeout_s=60, **(config or {}))
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    trainer = None
+    if config is not None:
+        trainer = interlace.compile(model, optimizer, loss_of, settings.deal(batch_of(0), rank, size), settings)
+    for step in range(9):
+        turned(model, step)
+        batch = batch_of(step, 8 if 2 <= step < 6 else 4)
+        if trainer is not None:
+            losses.append(parity.mean_over_ranks(trainer.step(settings.deal(batch, rank, size))))
+            continue
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if trainer is not None:
+        trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["adamw", "nadam"])
+@pytest.mark.parametrize("config", [{"strategy": "shard"}, {"mesh": {"pp": 2}, "accumulation": 2}], ids=["shard", "pp"])
+def test_a_batch_of_another_form_and_a_frozen_layer_at_once(kind: str, config: dict[str, Any]) -> None:
+    expected = together(kind, None)
+    for losses in ranks.run(together, 2, kind, config):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def alternating(config: dict[str, Any] | None) -> list[float]:
+    """Two halves of a model that are trained in turns, a step each."""
+    rank, size = parity.rank_and_size()
+    model, losses, settings = net(), list[float](), interlace.Config(schedule=[], cache="off", timeout_s=60, **(config or {}))
+    optimizer = OPTIMIZERS["adamw"](groups_of(model))
+    trainer = None
+    if config is not None:
+        trainer = interlace.compile(model, optimizer, loss_of, settings.deal(batch_of(0), rank, size), settings)
+    for step in range(6):
+        for i, layer in enumerate(model.layers):
+            layer.requires_grad_(step == 0 or i % 2 == step % 2)
+        if trainer is not None:
+            losses.append(parity.mean_over_ranks(trainer.step(settings.deal(batch_of(step), rank, size))))
+            continue
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if trainer is not None:
+        trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("config", [{"strategy": "shard"}, {"strategy": "replicate"}], ids=["shard", "replicate"])
+def test_halves_that_are_trained_in_turns(config: dict[str, Any]) -> None:
+    """What is unfrozen after a single step is trained again."""
+    expected = alternating(None)
+    for losses in ranks.run(alternating, 2, config):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def between(config: dict[str, Any] | None) -> tuple[list[float], list[float]]:
+    """Losses, and those of evaluations, of a run that changes its weights and whose batches have other forms."""
+    rank, size = parity.rank_and_size()
+    model, losses, settings = net(True), list[float](), interlace.Config(schedule=[], cache="off", timeout_s=60, **(config or {}))
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), list[float]()
+    trainer = None
+    if config is not None:
+        trainer = interlace.compile(model, optimizer, loss_of, settings.deal(batch_of(0), rank, size), settings)
+    for step in range(6):
+        batch = batch_of(step, 8 if 1 <= step < 3 else 4)
+        if trainer is None:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            with torch.no_grad():
+                found.append(loss_of(model.eval(), batch_of(100)).item())
+                model.train().layers[0].weight.mul_(0.9)
+            continue
+        losses.append(parity.mean_over_ranks(trainer.step(settings.deal(batch, rank, size))))
+        found.append(parity.mean_over_ranks(trainer.evaluate(settings.deal(batch_of(100), rank, size, 1))["loss"]))
+        with trainer.whole_parameters():
+            assert not any(t.is_meta for t in copy.deepcopy(model).parameters())
+            model.layers[0].weight.data.mul_(0.9)
+    if trainer is not None:
+        trainer.close()
+    return losses, found
+
+
+@pytest.mark.parametrize("config", [{"strategy": "shard"}, {"mesh": {"pp": 2}}], ids=["shard", "pp"])
+def test_evaluations_and_changes_between_batches_of_other_forms(config: dict[str, Any]) -> None:
+    """Whole parameters where a capture holds weak references to the released ones; a buffer that another stage changes."""
+    expected = between(None)
+    for found in ranks.run(between, 2, config):
+        assert found[0] == pytest.approx(expected[0], rel=1e-9) and found[1] == pytest.approx(expected[1], rel=1e-9)
