@@ -210,3 +210,50 @@ def test_evaluations_and_changes_between_batches_of_other_forms(config: dict[str
     expected = between(None)
     for found in ranks.run(between, 2, config):
         assert found[0] == pytest.approx(expected[0], rel=1e-9) and found[1] == pytest.approx(expected[1], rel=1e-9)
+
+
+def imported(kind: str, compiled: bool) -> list[float]:
+    """A layer is frozen when its optimizer has made steps (Adagrad has states from the start), and is unfrozen in the compiled model."""
+    model, losses = net(), list[float]()
+    optimizer = OPTIMIZERS[kind](groups_of(model)) if kind in OPTIMIZERS else torch.optim.Adagrad(groups_of(model), lr=0.05)
+    trainer = None
+    for step in range(8):
+        turned(model, step, 0 if kind == "adagrad" else 3, 6)
+        if step == 3 and compiled:
+            settings = interlace.Config(strategy="shard", schedule=[], cache="off", timeout_s=60)
+            trainer = interlace.compile(model, optimizer, loss_of, batch_of(0), settings)
+        if trainer is not None:
+            losses.append(parity.mean_over_ranks(trainer.step(batch_of(step))))
+            continue
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if trainer is not None:
+        trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "adamw", "nadam"])
+def test_an_optimizer_that_has_made_steps_before_a_layer_is_frozen(kind: str) -> None:
+    expected = imported(kind, False)
+    for losses in ranks.run(imported, 2, kind, True):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_is_asked_between_a_new_group_and_the_next_step(tmp_path: Path) -> None:
+    model = net()
+    model.layers[0].requires_grad_(False)
+    optimizer = torch.optim.NAdam([{"params": list(layer.parameters())} for layer in model.layers[1:]], lr=0.02)
+    with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
+        trainer.step(batch_of(0))
+        model.layers[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model.layers[0].parameters())})
+        assert sorted(trainer.optimizer_state_dict()["state"]) == [0, 1, 2, 3, 4, 5]
+        trainer.save(tmp_path / "kept")
+        with pytest.raises(interlace.InterlaceError, match=r"add them before interlace\.compile, or load behind the next step"):
+            trainer.load(tmp_path / "kept")
+        expected = [trainer.step(batch_of(step)).item() for step in (1, 2)]
+        trainer.load(tmp_path / "kept")
+        assert [trainer.step(batch_of(step)).item() for step in (1, 2)] == pytest.approx(expected, rel=1e-9)

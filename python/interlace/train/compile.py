@@ -42,6 +42,7 @@ from interlace.train import batch as batches
 from interlace.train.agreement import agree_on_batch, agree_on_values, captured_alike
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
+from interlace.train.laid_by import as_scalars, states_of
 from interlace.train.materialize import adopt, checksum, initialize, release
 from interlace.train.own_steps import let_run
 from interlace.train.run import Run, Tensors
@@ -116,6 +117,7 @@ class _Build:
         check_parameters(self.tensors)
         optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
         self.names = {id(t.real): t.name for t in self.tensors}
+        self.frozen_states: dict[str, tuple[Tensor, dict[str, Any]]] = {}  # of an optimizer that has made steps
         self.programs = Programs(config, peers)
         self.programs.opaque = OpaqueTable(model, loss_fn=loss_fn or default_loss, compat=config.rng == "compat")
         self.captures = Captures(model, loss_fn, optimizer, self.programs)
@@ -164,6 +166,7 @@ class _Build:
             spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, shapes=shapes,
         )  # fmt: skip
         run.left_out = {self.names[p]: n for p, n in (behind or {}).items()}
+        self._lay_by(run)
         return Trainer(run, self.captures, self.planner)
 
     # ---- the same on every rank ----
@@ -388,6 +391,9 @@ class _Build:
         others = [m for m in members_of(self.optimizer) if not runs_itself(m)]
         for p, state in ((p, state) for member in others for p, state in member.state.items()):
             name = self.names[id(p)]
+            if not p.requires_grad:  # Run has them
+                self.frozen_states[name] = p, state
+                continue
             for role, value in state.items():
                 if role == "step" or not isinstance(value, Tensor) or (value.dim() == 0 and p.dim() > 0):
                     continue
@@ -401,6 +407,18 @@ class _Build:
                 states.fill_from(name, role, value)
         for member in others:
             member.state.clear()
+
+    def _lay_by(self, run: Run) -> None:
+        """States of frozen parameters of an optimizer that has already made steps."""
+        for i, group in enumerate(self.optimizer.param_groups):
+            for name in (self.names[id(p)] for p in group["params"] if self.names[id(p)] in self.frozen_states):
+                parameter, entry = self.frozen_states[name]
+                states = states_of(entry, parameter, run.state_names(i))
+                if states and (made := int(entry.get("step", 1))) > 0:
+                    scalars = as_scalars({k: v for k, v in entry.items() if k not in states})
+                    run.laid_by[name] = run.hyper.laid_by(i, made, scalars, list(states))
+                    for role, t in states.items():
+                        run.laid_by[name].put_whole(run, role, t)
 
     # ---- eager mode ----
 

@@ -260,7 +260,7 @@ class Hyper:
             counts: dict[int, int] = {}
             for j, p in enumerate(group["params"] if self._kinds[i] != OWN else ()):
                 state = states.get(p)
-                if not state:
+                if not state or (not p.requires_grad and any(q.requires_grad for q in group["params"])):
                     continue
                 if "step" in state:
                     counts.setdefault(int(state["step"]), j)

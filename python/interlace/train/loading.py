@@ -41,6 +41,11 @@ class Loading:
 
     def load(self, folder: str | Path, scheduler: Any) -> None:
         self._run.check_open()
+        if self._run.hyper.added:
+            raise CheckpointError(
+                "parameter groups came to the optimizer since it was compiled (add_param_group): add them before interlace.compile, or "
+                "load behind the next step"
+            )
         self._run.flush()
         self._run.settle_save()
         with contextlib.ExitStack() as files:

@@ -26,7 +26,7 @@ from interlace.capture.several import member_of, members_of, runs_itself
 from interlace.errors import InterlaceError
 from interlace.train import state_dicts
 from interlace.train.hyper import OWN_COUNTS
-from interlace.train.laid_by import LaidBy
+from interlace.train.laid_by import LaidBy, as_scalars, states_of
 from interlace.train.own_steps import WholeLoads
 from interlace.train.run import Run
 
@@ -212,13 +212,11 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             )
         steps.append(most)
         for name, parameter in frozen.items():
-            own = run.state_names(i)  # empty where the program trains none of the group
-            tensors = {k: t for k, t in entries[name].items() if isinstance(t, Tensor)}
-            states = {k: t for k, t in tensors.items() if k in own or (t.shape == parameter.shape and k != "step")}
+            states = states_of(entries[name], parameter, run.state_names(i))
             if states and (count := int(entries[name].get("step", most or 1))) > 0:
-                others = _as_scalars({k: v for k, v in entries[name].items() if k not in states})
+                others = as_scalars({k: v for k, v in entries[name].items() if k not in states})
                 laid_by[name] = run.hyper.laid_by(i, count, others, list(states))
-        scalars.append(_as_scalars(kept) if kept is not None and is_rule(run.kind_of(i)) else None)
+        scalars.append(as_scalars(kept) if kept is not None and is_rule(run.kind_of(i)) else None)
     for p in run.states.everything:
         for role in p.roles:
             t = entries.get(p.name, {}).get(role)
@@ -240,14 +238,3 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
                 laid.put_whole(run, role, entries[name][role])
 
     return fill
-
-
-def _as_scalars(entry: dict[str, Any]) -> dict[str, list[Any]]:
-    """As Hyper.scalars gives them."""
-    found = {}
-    for name, v in entry.items():
-        if isinstance(v, Tensor):
-            found[name] = [v.item(), str(v.dtype).removeprefix("torch.")]
-        elif isinstance(v, (bool, int, float)):
-            found[name] = [v, type(v).__name__]
-    return found

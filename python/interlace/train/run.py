@@ -276,7 +276,7 @@ class Run:
     def roles(self) -> list[str]:
         """In torch's order."""
         present = {role for record in self.states.everything for role in record.roles}
-        names = [n for group in range(len(self.optimizer.param_groups)) for n in self.state_names(group)]
+        names = [n for group in range(len(self.hyper.steps)) for n in self.state_names(group)]
         return [role for role in dict.fromkeys(names) if role in present]
 
     def kind_of(self, group: int) -> str:
@@ -332,7 +332,7 @@ class Run:
         self._group_names = None
 
     def names_of_group(self, i: int) -> list[str]:
-        if self._group_names is None:
+        if self._group_names is None or len(self._group_names) != len(self.optimizer.param_groups):
             by_id = {id(t): name for name, t in self.model.named_parameters()}
             self._group_names = [[by_id[id(t)] for t in g["params"]] for g in self.optimizer.param_groups]
         return self._group_names[i]

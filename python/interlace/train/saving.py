@@ -298,7 +298,12 @@ class Saving:
         groups = []
         kinds = [self._run.kind_of(i) for i in range(len(self._run.optimizer.param_groups))]
         for i, group in enumerate(self._run.optimizer.param_groups):
-            steps, names = self._run.hyper.steps[i], self._run.names_of_group(i)
+            names = self._run.names_of_group(i)
+            if i >= len(self._run.hyper.steps):  # added since the last step
+                more: dict[str, Any] = {"states": [], "scalars": {}} if is_rule(kinds[i]) else {}
+                groups.append({"steps": 0, "hyper": plain_hyper(group), "parameters": names, **more})
+                continue
+            steps = self._run.hyper.steps[i]
             record = {"steps": steps, "hyper": plain_hyper(group), "parameters": names}
             laid = (role for name in names if name in self._run.laid_by for role in self._run.laid_by[name].parts)
             rule = {"states": list(dict.fromkeys([*self._run.state_names(i), *laid])), "scalars": self._run.hyper.scalars(i)}
