@@ -166,9 +166,11 @@ def alternating(config: dict[str, Any] | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("config", [{"strategy": "shard"}, {"strategy": "replicate"}], ids=["shard", "replicate"])
+@pytest.mark.parametrize(
+    "config", [{"strategy": "shard"}, {"strategy": "replicate"}, {"mesh": {"pp": 2}, "accumulation": 2}], ids=["shard", "replicate", "pp"]
+)
 def test_halves_that_are_trained_in_turns(config: dict[str, Any]) -> None:
-    """What is unfrozen after a single step is trained again."""
+    """What is unfrozen after a single step is trained again. A stage that has nothing to train any more gets other layers."""
     expected = alternating(None)
     for losses in ranks.run(alternating, 2, config):
         assert losses == pytest.approx(expected, rel=1e-9)

@@ -64,6 +64,7 @@ class Planner:
     def __init__(self, config: Config, programs: Programs, standard: str) -> None:
         self.config, self.programs, self.standard = config, programs, standard
         self.ranks = programs.peers.size
+        self._unsettled: dict[int, str] = {}  # passes of `standard` as they were before settle_stages()
         self._scratch: Scratch | None = None
         self._profiles: dict[str, str] = {}  # text → path
         self._cluster: str | None = None
@@ -172,6 +173,7 @@ class Planner:
         at = next((i for i, text in enumerate(passes) if pass_name(text) in ("borders", "pipeline")), None)
         if at is None or ",at=auto" not in passes[at]:
             return
+        self._unsettled = {i: text for i, text in enumerate(passes) if ",at=auto" in text}
         room = f",limit={self._room_of_rank()}" if ",deal=auto" in passes[at] else ""
         asked = passes[at].replace(",at=auto", ",at=auto,cluster={cluster}" + room)
         entries = ([p for p in entry if pass_name(p) == "recompute"] for _, entry in self.config.schedule)
@@ -194,6 +196,15 @@ class Planner:
             return text.replace(",gathers=auto", f",gathers={gathers}")
 
         self.standard = ",".join(said(text) for text in passes)
+
+    def settle_again(self, captured: str) -> bool:
+        """Cuts a model into stages anew, where they were not said: a stage may have nothing to train since parameters were frozen."""
+        passes = items(self.standard)
+        for i, text in self._unsettled.items():
+            passes[i] = text
+        self.standard = ",".join(passes)
+        self.settle_stages(captured)
+        return bool(self._unsettled)
 
     def _room_of_rank(self) -> int | str:
         """Bytes that an order of a pipeline's runs may take: of CPUs without a memory_limit a rank's part of the host's memory. "none": what

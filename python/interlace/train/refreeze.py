@@ -17,7 +17,7 @@ import torch
 from interlace.capture.model_tensors import collect
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
-from interlace.compiling.programs import Built, Source
+from interlace.compiling.programs import Built, ProgramError, Source
 from interlace.compiling.states import WEIGHT
 from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import InterlaceError
@@ -143,7 +143,12 @@ class Frozen:
 
         def make() -> Source:
             text, constants = self.captures.text(micro_batch)
-            return self.planner.source(text, run.planned_passes, constants, run.limit)
+            try:
+                return self.planner.source(text, run.planned_passes, constants, run.limit)
+            except ProgramError:
+                if not self.planner.settle_again(text):
+                    raise
+                return self.planner.source(text, run.planned_passes, constants, run.limit)
 
         with gathered(run, self.captures):
             source = programs.share(f"program of other trainable parameters at step {run.steps}", make)
