@@ -413,3 +413,35 @@ def test_what_is_refused_says_how() -> None:
     model = model_of("branches")
     with pytest.raises(CaptureError, match="fullgraph=False"):
         interlace.compile(model, optimizer_of("sgd", model), square, batch_of(0))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_module_that_several_paths_lead_to_keeps_its_parameters(fullgraph: bool) -> None:
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+            self.block = nn.Sequential(self.first, nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.block(self.first(x))
+            if not fullgraph:
+                y = y * float(y.detach().std())
+            elif y.isinf().any():
+                raise RuntimeError("infinite")
+            return self.head(y)
+
+    torch.manual_seed(0)
+    model, x = Shares(), torch.randn(6, 4)
+    eager, loss_fn = copy.deepcopy(model), lambda model, batch: model(batch).square().mean()
+    own, optimizer = torch.optim.Adam(eager.parameters(), lr=0.01), torch.optim.Adam(model.parameters(), lr=0.01)
+    with interlace.compile(model, optimizer, loss_fn, x, interlace.Config(schedule=[], cache="off", fullgraph=fullgraph)) as trainer:
+        for _ in range(3):
+            own.zero_grad()
+            expected = loss_fn(eager, x)
+            expected.backward()
+            own.step()
+            torch.testing.assert_close(trainer.step(x), expected.detach())
+        assert list(map(id, model.parameters())) == list(map(id, optimizer.param_groups[0]["params"]))
+        torch.testing.assert_close(trainer.evaluate(x)["loss"], loss_fn(eager, x).detach())
+        torch.testing.assert_close(dict(model.state_dict()), dict(eager.state_dict()))

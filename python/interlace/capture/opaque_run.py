@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from interlace.capture.effects import kept_draws, states_of
 from interlace.capture.inputs import rebuild
@@ -176,8 +175,23 @@ def _installed(call: OpaqueCall, module: nn.Module, operands: list[Tensor], stat
     """The module with these tensors in the places of its own, and as it was when the call was learnt; what it puts there itself is in
     `state` afterwards."""
     region = contextlib.nullcontext() if call.autocast is None or not operands else torch.autocast(operands[0].device.type, call.autocast)
-    with region, _flags(module, call.training), flat_weights_kept(module), _reparametrize_module(module, state, tie_weights=True):
+    with region, _flags(module, call.training), flat_weights_kept(module), _in_places(module, state):
         yield
+
+
+@contextlib.contextmanager
+def _in_places(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
+    """As torch's functional_call does it, but a place that several paths lead to (a module that others share) is changed and put back once."""
+    named = {id(t): name for find in (module.named_buffers, module.named_parameters) for name, t in find() if name in state}
+    places = [(table, k, t) for m in module.modules() for table in (m._parameters, m._buffers) for k, t in table.items() if id(t) in named]
+    for table, key, t in places:
+        table[key] = state[named[id(t)]]
+    try:
+        yield
+    finally:
+        for table, key, t in reversed(places):
+            state[named[id(t)]] = table.get(key, state[named[id(t)]])
+            table[key] = t
 
 
 def full_name(call: OpaqueCall, name: str) -> str:
