@@ -30,6 +30,7 @@ SHAPE_ONLY = frozenset(
         aten.zeros_like.default, aten.full_like.default,
     }
 )  # fmt: skip
+_COMPARED = frozenset({"lt", "le", "gt", "ge"})
 _UNKNOWN = frozenset({aten.empty.memory_format, aten.empty_strided.default})
 
 
@@ -44,6 +45,7 @@ class Constants:
         self._recipes: dict[int, tuple[OpOverload | None, tuple, dict, int]] = {}
         self._by_storage: dict[int, list[int]] = {}
         self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
+        self._uniform: dict[int, int] = {}  # storages of numbers that torch.rand has drawn
         self.numbers: dict[int, Tensor] = {}  # what stands for a number of Python's, and what is computed of such alone, by id
         self._old: list[Tensor] = []  # stand for what tensors held before they were written
         self.writes = 0  # counted by rewrites.py alone
@@ -75,8 +77,27 @@ class Constants:
     def set_value(self, fake: Tensor, real: Tensor) -> None:
         self._add(fake, (None, (real,), {}, 0), False)
 
+    def drawn(self, func: OpOverload, t: Tensor | None) -> None:
+        """Called for every op that draws. The caller keeps the result alive."""
+        if func is aten.rand.default and t is not None and t.dtype in (torch.float32, torch.float64) and t.numel() == 1:
+            self._uniform[id(t)] = t.untyped_storage()._cdata
+
+    def _sure(self, func: OpOverload, args: tuple) -> bool | None:
+        """`torch.rand(1) > 0.0` and `torch.rand(1) < 1.0`, as layers have them whose dropout is turned off, are true whatever is drawn; that
+        0 itself is drawn, once in 2^24, is left out."""
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _COMPARED or id(args[0]) not in self._uniform or type(args[1]) not in (int, float) or 0 < args[1] < 1:
+            return None
+        return (args[1] <= 0) == (name in ("gt", "ge"))
+
     def note(self, func: OpOverload, args: tuple, kwargs: dict, results: list[Tensor | None]) -> None:
         """Called for every op that mutates nothing and draws no random numbers. The caller keeps the results alive."""
+        if self._uniform and (t := results[0]) is not None:
+            if func is aten.detach.default and id(args[0]) in self._uniform:
+                self._uniform[id(t)] = t.untyped_storage()._cdata
+            if (sure := self._sure(func, args)) is not None:
+                with _disable_current_modes():
+                    return self.set_value(t, torch.full(tuple(t.shape), sure))
         if func in _UNKNOWN or (func not in SHAPE_ONLY and not self._all_known(args)) or not self._all_known(kwargs.values()):
             return
         of_inputs = func not in SHAPE_ONLY and (self._any_of_inputs(args) or self._any_of_inputs(kwargs.values()))
@@ -113,6 +134,7 @@ class Constants:
 
     def forget(self, t: Tensor) -> None:
         """The storage of `t` was written."""
+        self._uniform = {key: storage for key, storage in self._uniform.items() if storage != t.untyped_storage()._cdata}
         for key in self._by_storage.pop(t.untyped_storage()._cdata, ()):
             self._recipes.pop(key, None)
             self._of_inputs.discard(key)

@@ -205,6 +205,10 @@ def in_memory_order(real: Tensor, fake: Tensor) -> Tensor:
     return fake.permute(order).contiguous().permute([order.index(d) for d in range(real.dim())])
 
 
+class Replaced(CaptureError):
+    """The model puts parameters of its own into the places of those that it had."""
+
+
 @contextlib.contextmanager
 def swapped(model: nn.Module, fakes: dict[int, Tensor]) -> Iterator[None]:
     """The model with its tensors replaced (by id of the real one), put back at the end; so are tensors that it has put into their places.
@@ -224,6 +228,11 @@ def swapped(model: nn.Module, fakes: dict[int, Tensor]) -> Iterator[None]:
             for table in (module._parameters, module._buffers):
                 for name, t in table.items():
                     if t is not None:
+                        if id(t) not in fakes:
+                            raise Replaced(
+                                f"'{name}' of a {type(module).__name__} is another tensor than before the model ran, which puts new ones in "
+                                'the places of its parameters; compute with a copy (torch.func.functional_call), or pass mode="eager"'
+                            )
                         swap(table, name, fakes[id(t)])
             attributes = vars(module)
             for name in [n for n in attributes if n not in _MODULE_STATE]:

@@ -181,9 +181,11 @@ def _installed(call: OpaqueCall, module: nn.Module, operands: list[Tensor], stat
 
 @contextlib.contextmanager
 def _in_places(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """As torch's functional_call does it, but a place that several paths lead to (a module that others share) is changed and put back once."""
+    """As torch's functional_call, but a place that several paths lead to (a module that others share) is changed and put back once."""
     named = {id(t): name for find in (module.named_buffers, module.named_parameters) for name, t in find() if name in state}
-    places = [(table, k, t) for m in module.modules() for table in (m._parameters, m._buffers) for k, t in table.items() if id(t) in named]
+    places: list[tuple[dict[str, Any], str, Any]] = [
+        (table, k, t) for m in module.modules() for table in (m._parameters, m._buffers) for k, t in table.items() if id(t) in named
+    ]  # fmt: skip
     for table, key, t in places:
         table[key] = state[named[id(t)]]
     try:

@@ -26,7 +26,7 @@ from interlace.capture.effects import as_after, begins, drawing_line, generators
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.loss import LossForm
-from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers, device_type
+from interlace.capture.model_tensors import ModelTensor, Replaced, check_parameters, collect, count_as_buffers, device_type
 from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
 from interlace.capture.reads import TURNS, Depends, Hidden, Telling, around
@@ -209,7 +209,7 @@ def _whole(
             found = _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
-        except (FrozenWritten, Resized, Written):
+        except (FrozenWritten, Replaced, Resized, Written):
             raise
         except CaptureError as e:
             more = isinstance(e, Depends) and e.space is not None and e.place not in stands and len(stands) < _STAND

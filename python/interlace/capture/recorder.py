@@ -313,6 +313,7 @@ class Recorder(TorchDispatchMode):
         if info.random and draws(info, args, kwargs):
             attrs = f" rng={self.own_draws.begin(self.next_value, self._next_stream)}"
             self._next_stream += 1
+            self.constants.drawn(func, tensors[0])
         elif not (attrs := self.own_draws.again(func, args)):
             self.constants.note(func, args, kwargs, tensors)
         ids = self._line(info.name, text, decls, attrs)
@@ -320,9 +321,8 @@ class Recorder(TorchDispatchMode):
             self.calls[kind] = (func, args, kwargs)
             self.tags[kind] = self.lines[-1].rpartition("{")[2].rstrip("}")
         self._storages.update(fresh)
-        for r, storage, vid in zip(tensors, owners, ids, strict=True):
-            if r is not None and storage is not None:
-                self._entries[id(r)] = Entry(vid, storage, r)
+        made = ((r, o, vid) for r, o, vid in zip(tensors, owners, ids, strict=True) if r is not None and o is not None)
+        self._entries.update((id(r), Entry(vid, storage, r)) for r, storage, vid in made)
 
     def _identity(self, func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
         source = args[0]

@@ -353,7 +353,9 @@ class Trace:
         result = self._result(loss_fn, batch)
         self.outputs.update(outputs_of(result, numbers=not self.recorder.reads.taken))
         if not self.outputs["loss"].requires_grad:
-            raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
+            read = next(reversed(self.recorder.reads.taken), "")
+            why = f"; or a value that is read at {read} decides it, which fullgraph=False runs in Python" if read else ""
+            raise LossForm(f"the loss does not depend on any trainable parameter, or was computed under no_grad or detached{why}")
         if self.told is not None:
             writes = self.constants.writes
             self._tell(loss_fn, batch, self.told, buffers)
