@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_odd_models import batch_of, loss_of
 from torch import nn
+from torch.nn import functional as F
 
 import interlace
 from interlace.errors import CaptureError
@@ -42,7 +43,7 @@ def test_what_a_draw_decides_in_any_case() -> None:
             own.step()
             torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
     model = Draws(0.5).double()
-    with pytest.raises(CaptureError, match=r"or a value that is read at .*test_odd_models.py:\d+ decides it, which fullgraph=False"):
+    with pytest.raises(CaptureError, match=r"or a value that is read at .*test_public_layers.py:\d+ decides it, which fullgraph=False"):
         interlace.compile(model, torch.optim.SGD(model.b.parameters(), lr=0.1), loss_of, batch_of(0), interlace.Config(cache="off"))
 
 
@@ -65,6 +66,45 @@ def test_parameters_that_a_model_puts_anew_are_refused_with_a_way() -> None:
         with pytest.raises(CaptureError, match=r'of a MultiheadAttention is another tensor.*mode="eager"'):
             interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(cache="off", fullgraph=whole))
     with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(cache="off", mode="eager")) as trainer:
+        for i in range(3):
+            own.zero_grad()
+            expected = loss_of(eager, batch_of(i))
+            expected.backward()
+            own.step()
+            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+
+
+class Remembers(nn.Module):
+    """As timm's AsymmetricLossSingleLabel: a criterion that keeps its targets, and has some of a batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: Tensor = torch.zeros(4, 3).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.targets = torch.zeros_like(x).scatter_(1, y.unsqueeze(1), 1)
+        return -(x.log_softmax(-1) * self.targets).sum(-1).mean()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.scaled_dot_product_attention(x[None], x[None], x[None])[0])
+
+
+def test_attention_beside_a_criterion_that_keeps_something() -> None:
+    torch.manual_seed(0)
+    model, remembers = Attends().double(), Remembers()
+    eager, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.optim.SGD(eager.parameters(), lr=0.1)
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return remembers(model(batch["x"]), batch["y"])
+
+    with interlace.compile(model, optimizer, loss_fn, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
         for i in range(3):
             own.zero_grad()
             expected = loss_of(eager, batch_of(i))

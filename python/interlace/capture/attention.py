@@ -48,10 +48,23 @@ def fused(
     return FORWARD(q, k, v, dropout, is_causal, attn_mask=_added(mask, q), scale=scale)[0]
 
 
+_wanted: list[OneAttention | None] = [None]
+
+
 @contextlib.contextmanager
 def attention_with_dropout(wanted: OneAttention | None) -> Iterator[None]:
-    """Of what calls torch.nn.functional's function within."""
-    if wanted is None or not wanted.drops:
+    """In traces that are made within."""
+    _wanted.append(wanted)
+    try:
+        yield
+    finally:
+        _wanted.pop()
+
+
+@contextlib.contextmanager
+def one_attention() -> Iterator[None]:
+    """While a trace runs, and not around a look at what the model has changed: of what calls torch.nn.functional's function."""
+    if (wanted := _wanted[-1]) is None or not wanted.drops:
         yield
         return
     theirs = F.scaled_dot_product_attention

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._mode_utils import no_dispatch
 
+from interlace.capture.attention import one_attention
 from interlace.capture.casts import Casts, regions_of
 from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants, NotConstant
@@ -189,7 +190,7 @@ class Trace:
             stack.enter_context(followed_modules(self.sites, self.told or self._opaque))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # what is wrapped in torch.compile runs as it is
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
-            for one in (reading(rec.reads), without_backward(lambda: rec.part == "bwd"), tensors_in_lists(self.constants)):
+            for one in (one_attention(), reading(rec.reads), without_backward(lambda: rec.part == "bwd"), tensors_in_lists(self.constants)):
                 stack.enter_context(one)
             stack.enter_context(plainly())
             stack.enter_context(regions_of(device_type(t.real for t in model_tensors)))
