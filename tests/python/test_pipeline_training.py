@@ -265,21 +265,50 @@ class Moving(nn.Module):
         return self.last(x)
 
 
-def moved(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def moved(config: dict[str, Any], make: type[nn.Module] = Moving) -> tuple[list[float], dict[str, torch.Tensor]]:
     def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(16, 8, generator=generator).double(), torch.randint(0, 4, (16,), generator=generator)
-    model = Moving().double()
+    model = make().double()
     settings = interlace.Config(accumulation=4, cache="off", **{"schedule": [], **config})
     with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, {"x": x, "y": y}, settings) as trainer:
-        return [float(trainer.step({"x": x, "y": y})) for _ in range(3)], trainer.state_dict()
+        return [float(trainer.step({"x": x, "y": y})) for _ in range(3)], trainer.state_dict(all_ranks=True)
 
 
 def test_buffers_change_from_micro_batch_to_micro_batch() -> None:
     losses, state = ranks.run(moved, 1, {})[0]
     for config in ({"stage_order": "1f1b"}, {"stage_order": "gpipe", "schedule": [(0, ["recompute(mode=full)"])]}, {"regions": "on"}):
         found, buffers = ranks.run(moved, 2, {"mesh": {"pp": 2}, **config})[0]
+        assert found == pytest.approx(losses, rel=1e-12)
+        torch.testing.assert_close(buffers, state, rtol=1e-9, atol=1e-12)
+
+
+class Averaging(nn.Module):
+    """A buffer has the average of a weight that ranks of axis tp cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.last = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4)), nn.Linear(8, 4)
+        self.register_buffer("average", self.layers[1].weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.average.lerp_(self.layers[1].weight, 0.1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+def test_a_buffer_that_averages_a_cut_weight(tmp_path: Path) -> None:
+    plan = tmp_path / "cuts.plan"
+    plan.write_text("".join(f"layers.{i}.weight {i % 2}\n" for i in range(4)))
+    losses, state = ranks.run(moved, 1, {}, Averaging)[0]
+    for order in ("1f1b", "gpipe"):
+        config = {"mesh": {"pp": 2, "tp": 2}, "tensor": str(plan), "stage_order": order}
+        found, buffers = ranks.run(moved, 4, config, Averaging)[0]
         assert found == pytest.approx(losses, rel=1e-12)
         torch.testing.assert_close(buffers, state, rtol=1e-9, atol=1e-12)

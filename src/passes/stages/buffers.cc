@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "ir/op_table.h"
@@ -10,14 +11,91 @@
 namespace interlace::stages {
 namespace {
 
+int32_t FirstBackward(const Program& program, const Phase& phase) {
+  const auto first =
+      std::find_if(phase.ops.begin(), phase.ops.end(), [&](OpId id) { return program.op(id).part == Part::kBackward; });
+  return static_cast<int32_t>(first - phase.ops.begin());
+}
+
+// What stands beside an assignment at the end of a micro-batch only because that reads it (the gather of a value that
+// `tensor` cut) goes to where its operands are there, if that is in the forward part.
+//   before: %v = add(%w, ..) ..   backward ..   %g = all_gather.start(%v)  all_gather.wait(%g)  assign(%b, %g)
+//   after:  %v = add(%w, ..)  %g = all_gather.start(%v)  all_gather.wait(%g) ..   backward ..   assign(%b, %g)
+class Values {
+ public:
+  Values(Program& program, Phase& phase)
+      : program_(program),
+        edit_(program, phase),
+        facts_(program, phase),
+        first_backward_(FirstBackward(program, phase)) {}
+
+  void Run() {
+    for (int32_t i = first_backward_; i < edit_.size(); ++i) {
+      const Op& op = edit_.op(i);
+      if (op.kind != OpKind::kAssign || program_.value(op.args[0].value).kind != ValueKind::kBuffer) continue;
+      std::set<int32_t> ops;
+      int32_t there = -1;  // the last op that they need
+      if (!Collect(op.args[1].value, i, ops, there) || ops.empty() || there < 0 || !Alone(ops, i)) continue;
+      for (int32_t moved : ops) {
+        edit_.op(moved).part = Part::kForward;
+        edit_.Remove(moved);
+        edit_.After(there, edit_.op(moved).id);
+      }
+    }
+    edit_.Finish();
+  }
+
+ private:
+  // Views and exchanges of the backward part that make `id`. False: it is made of other ops there.
+  bool Collect(ValueId id, int32_t assign, std::set<int32_t>& ops, int32_t& there) {
+    for (ValueId value : {id, program_.RootOf(id)}) {
+      const int32_t def = facts_.def[value];
+      if (def < first_backward_ || ops.contains(def)) continue;
+      const Op& op = edit_.op(def);
+      if (op.kind != OpKind::kView && !(IsStart(op) && op.units.empty())) return false;
+      ops.insert(def);
+      bool views = true;
+      ForEachOperand(op, [&](ValueId operand) { views = views && Collect(operand, assign, ops, there); });
+      if (!views) return false;
+    }
+    const ValueId root = program_.RootOf(id);
+    there = std::max(there, facts_.def[root] < first_backward_ ? facts_.def[root] : -1);
+    for (int32_t use : facts_.uses[root]) {
+      if (use >= first_backward_ && use < assign && IsWait(edit_.op(use)) && facts_.def[root] >= first_backward_)
+        ops.insert(use);
+    }
+    for (int32_t write : facts_.writes[root]) {
+      if (write >= first_backward_ && !ops.contains(write)) return false;
+      if (write < first_backward_) there = std::max(there, write);
+    }
+    return true;
+  }
+
+  // Whether nothing else reads what these ops make.
+  bool Alone(const std::set<int32_t>& ops, int32_t assign) {
+    return std::all_of(ops.begin(), ops.end(), [&](int32_t i) {
+      const std::vector<ValueId>& results = edit_.op(i).results;
+      return std::all_of(results.begin(), results.end(), [&](ValueId id) {
+        if (id == kNone || facts_.def[program_.RootOf(id)] < first_backward_) return true;  // a view of what is there
+        const std::vector<int32_t>& uses = facts_.uses[program_.RootOf(id)];
+        return std::all_of(uses.begin(), uses.end(), [&](int32_t use) { return use == assign || ops.contains(use); });
+      });
+    });
+  }
+
+  Program& program_;
+  PhaseEditor edit_;
+  const PhaseFacts facts_;
+  const int32_t first_backward_;
+};
+
 class Changes {
  public:
-  Changes(Program& program, Phase& phase) : program_(program), edit_(program, phase), facts_(program, phase) {
-    first_backward_ = edit_.size();
-    for (int32_t i = edit_.size(); i-- > 0;) {
-      if (edit_.op(i).part == Part::kBackward) first_backward_ = i;
-    }
-  }
+  Changes(Program& program, Phase& phase)
+      : program_(program),
+        edit_(program, phase),
+        facts_(program, phase),
+        first_backward_(FirstBackward(program, phase)) {}
 
   void Run() {
     std::map<ValueId, std::vector<int32_t>> changes;  // by buffer
@@ -56,10 +134,15 @@ class Changes {
       if (i < first_backward_) last = std::max(last, i);
     }
     for (int32_t i : assigns) {
-      const ValueId root = program_.RootOf(edit_.op(i).args[1].value);
+      const ValueId value = edit_.op(i).args[1].value, root = program_.RootOf(value);
       const std::vector<int32_t>& writes = facts_.writes[root];
-      if (facts_.def[root] >= first_backward_ || (!writes.empty() && writes.back() >= first_backward_)) return -1;
-      last = std::max({last, facts_.def[root], writes.empty() ? -1 : writes.back()});
+      if (std::max(facts_.def[root], facts_.def[value]) >= first_backward_ ||
+          (!writes.empty() && writes.back() >= first_backward_))
+        return -1;
+      last = std::max({last, facts_.def[value], facts_.def[root], writes.empty() ? -1 : writes.back()});
+      for (int32_t use : facts_.uses[root]) {
+        if (use < i && IsWait(edit_.op(use))) last = std::max(last, use);
+      }
     }
     return last;
   }
@@ -105,12 +188,13 @@ class Changes {
   Program& program_;
   PhaseEditor edit_;
   const PhaseFacts facts_;
-  int32_t first_backward_ = 0;
+  const int32_t first_backward_;
 };
 
 }  // namespace
 
 void ChangeBuffersForward(Program& program, Phase& phase) {
+  Values(program, phase).Run();
   Changes(program, phase).Run();
 }
 
