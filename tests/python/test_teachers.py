@@ -319,3 +319,45 @@ def test_a_discriminator_that_another_trainer_trains() -> None:
         return losses
 
     assert train(True) == pytest.approx(train(False), rel=1e-9)
+
+
+class Momentum(nn.Module):
+    """Its forward part moves a frozen copy of a layer, as BYOL's and MoCo's do; the optimizer has all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.online = nn.Linear(4, 3)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for old, new in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                    old.lerp_(new, 0.1)
+        return (self.online(x) - self.target(x)).square().mean() + self.online(x).cos().mean()
+
+
+def test_a_momentum_encoder_that_the_optimizer_has_too() -> None:
+    """Evaluated, and with a batch of another size, which capture the model once more."""
+    found: list[list[float]] = []
+    for compiled in (False, True):
+        model, losses = Momentum().double(), list[float]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sizes = (6, 6, 4, 6)
+        batches = [torch.randn(n, 4, generator=torch.Generator().manual_seed(i)).double() for i, n in enumerate(sizes)]
+        if compiled:
+            with interlace.compile(model, optimizer, lambda m, x: m(x), batches[0], interlace.Config(schedule=[])) as trainer:
+                for batch in batches:
+                    losses += [trainer.step(batch).item(), trainer.evaluate(batch)["loss"].item()]
+        else:
+            for batch in batches:
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    losses += [loss.item(), model.eval()(batch).item()]
+                model.train()
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-12)

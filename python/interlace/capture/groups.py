@@ -81,9 +81,11 @@ def counts_steps(kind: str) -> bool:
     return WHOLE[kind].counts if kind in WHOLE else is_rule(kind)
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]) -> Groups:
-    """The update of each group, and the group of each trainable parameter."""
-    trainable = [p for p in params if p.real.requires_grad]
+def optimizer_groups(optimizer: torch.optim.Optimizer | None, tensors: list[ModelTensor]) -> Groups:
+    """The update of each group, and the group of each trainable parameter. `tensors`: the model's, among them frozen parameters that it
+    changes itself."""
+    params = [t for t in tensors if t.kind == "param" or isinstance(t.real, torch.nn.Parameter)]
+    trainable = [p for p in params if p.kind == "param" and p.real.requires_grad]
     if optimizer is None:
         return Groups(["adamw"], {id(p.real): 0 for p in trainable})
     known = {id(p.real): p for p in params}

@@ -104,7 +104,7 @@ def capture(
         raise CaptureError(f"unknown rng_mode '{rng_mode}'; it is 'keyed' or 'compat'")
     tensors = collect(model)
     check_parameters(tensors)
-    groups = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
+    groups = optimizer_groups(optimizer, tensors)
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
     written = WrittenAttention(None if symbolic else one_attention)

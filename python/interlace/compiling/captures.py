@@ -197,9 +197,9 @@ class Captures:
         except Unsure as e:
             log.info("the model is captured: %s", e)
             return None, [], {}
-        tensors = [t for t in collect(self.model) if t.kind == "param"]
+        tensors = collect(self.model)
         groups = optimizer_groups(self.optimizer, tensors)
-        mark.word(groups.lines(), [groups.of.get(id(t.real)) for t in tensors])
+        mark.word(groups.lines(), [groups.of.get(id(t.real)) for t in tensors if t.kind == "param"])
         mark.word(sorted(self.numbers))
         mark.word(sorted(self.undecided))
         mark.word(sorted(self.trained))

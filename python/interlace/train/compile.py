@@ -115,7 +115,7 @@ class _Build:
         check_shapes_of(self.spec, config)
         self.tensors = collect(model)
         check_parameters(self.tensors)
-        optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
+        optimizer_groups(optimizer, self.tensors)
         self.names = {id(t.real): t.name for t in self.tensors}
         self.frozen_states: dict[str, tuple[Tensor, dict[str, Any]]] = {}  # of an optimizer that has made steps
         self.programs = Programs(config, peers)

@@ -48,7 +48,7 @@ def _type(t: Tensor) -> str:
 
 def eager_text(model: nn.Module, tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, used: Collection[str] | None) -> str:
     """The program of a step whose gradients are inputs. `used`: the parameters that get one; None means all trainable ones."""
-    groups = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
+    groups = optimizer_groups(optimizer, tensors)
     lines = ["interlace 1 captured", f"meta model {quote(type(model).__name__)}", f"meta mode {quote('eager')}"]
     lines += groups.lines()
     inputs: list[str] = []
