@@ -86,3 +86,7 @@ def test_fewer_micro_batches_than_stages_are_said_with_what_they_cost() -> None:
         "with accumulation=16 for about 16 %"
     )
     assert Config(mesh={"pp": 4, "dp": 2}, accumulation=4).few_micro_batches == Config(accumulation=1).few_micro_batches == ""
+
+
+def test_borders_of_stages_are_a_text_or_a_list() -> None:
+    assert Config(mesh={"pp": 3}, stages=["h.2", "h.4"]) == Config(mesh={"pp": 3}, stages="h.2+h.4")

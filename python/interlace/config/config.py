@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from interlace.config.forms import (
@@ -78,9 +78,9 @@ class Config:
                      a file with a line "PARAMETER DIMENSION [blocks N]" for each, where * stands for the numbers in names
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
     stages           with axis pp, whose ranks run one stage each of a pipeline: "auto" cuts the model into stages that take the same time,
-                     or the parameters or modules that the second stage and the following ones begin with, joined by +
+                     or the parameters or modules that the second stage and the following ones begin with, a list or joined by +
     stage_order      what a stage runs when: "auto", the fastest by the times of the stages that fits into memory_limit, an accelerator's
-                     memory or a rank's part of the host's (or takes no more than 1f1b), or
+                     memory or a rank's part of the host's (or takes no more than 1f1b, which it is where nothing else fits), or
                      "1f1b", "gpipe", "interleaved" (several stages a rank), "zero_bubble", "v" (two, there and back: zero bubble, too)
     stage_chunks     stages of each rank along axis pp, dealt in turns
     accumulation     micro-batches of an optimizer step
@@ -142,7 +142,7 @@ class Config:
     mesh: Any = None
     tensor: str = "auto"
     sequence_parallel: bool = True
-    stages: str = "auto"
+    stages: str | Sequence[str] = "auto"
     stage_order: str = "auto"
     stage_chunks: int = 1
     accumulation: int = 1
@@ -230,7 +230,7 @@ class Config:
         for name in ("passes", "dump_ir", "weights", "cluster", "cache", "tier", "tensor", "stages"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, str(value))
+                object.__setattr__(self, name, "+".join(value) if name == "stages" else str(value))
         self._tensor_parallel()
         self._stages()
         object.__setattr__(self, "profile", str(self.profile))
