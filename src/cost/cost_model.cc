@@ -213,7 +213,10 @@ Result<OpCost> CostModel::Timed(Exchange kind, GroupShape group, const std::stri
   cost.source = OpCost::Source::kEstimated;
   double core_us = cluster_.comm_core_us_per_mb * time.moved_bytes / 1e6, finish_us = 0;
   if (profile_ != nullptr) {
-    const std::pair<std::string, std::string> key{ExchangeName(kind), ranks};
+    std::pair<std::string, std::string> key{ExchangeName(kind), ranks};
+    // A message has two ends whatever its group: on a host it takes what was measured between two of all ranks.
+    if (kind == Exchange::kPointToPoint && group.within_node() && !profile_->collectives.contains(key))
+      key.second = std::to_string(ranks_);
     double size = bytes / static_cast<double>(messages), count = static_cast<double>(messages);
     auto at = [&](const ProfileTable::Sweeps& sweeps, double where) {
       auto sweep = sweeps.find(key);

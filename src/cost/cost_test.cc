@@ -483,6 +483,24 @@ TEST(CostModel, RanksThatShareCoresTakeAtLeastTheirWork) {
   EXPECT_EQ(gather().core_share, 0.75);
 }
 
+// `interlace profile` measures messages among all ranks; stages of two ranks send them along another axis.
+TEST(CostModel, AMessageTakesWhatWasMeasuredBetweenTwoOfAllRanks) {
+  Program program = ParseOrDie(kProgram);
+  program.mesh = {{"pp", 2}, {"dp", 2}};
+  ClusterSpec cluster = Preset("local-4");
+  const auto message = [&](const std::string& rows) {
+    ProfileTable table = *ParseProfile("interlace-profile 2\n" + rows, "p");
+    const OpCost cost =
+        *CostModel::Create(program, cluster, &table)->CollectiveCost(Exchange::kPointToPoint, "pp", 1000, 1);
+    return cost.latency_ps + cost.work_ps;
+  };
+  const std::string all = "collective p2p ranks 4 bytes 0 us 100\ncollective p2p ranks 4 bytes 1000 us 200\n";
+  EXPECT_EQ(message(all), 200'000'000);
+  EXPECT_EQ(message(all + "collective p2p ranks 2/2 bytes 1000 us 50\n"), 50'000'000);
+  cluster.per_node = 2;
+  EXPECT_NE(message(all), 200'000'000) << "the stages are on two hosts";
+}
+
 TEST(Profile, SweepsAreLines) {
   Sweep sweep;
   ASSERT_TRUE(sweep.Add(100, 10).ok() && sweep.Add(200, 12).ok() && sweep.Add(400, 30).ok());
