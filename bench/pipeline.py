@@ -29,4 +29,4 @@ def part(whole: float, ranks: int) -> float:
 
 if __name__ == "__main__":
     peers = ("gpipe", "1f1b", "interleaved", "zbv")
-    turns.run(turns.Contest("pipeline", STAGES, peers, CASE, TINY, wire_bytes, part), __doc__)
+    turns.run(turns.Contest("pipeline", STAGES, peers, CASE, TINY, wire_bytes, part, warm_up=6), __doc__)

@@ -154,7 +154,7 @@ def predicted(text: str, plan: dict[str, Any], layers: str, found: dict[str, Any
     from interlace.calibrate.here import measured_cluster
 
     profile, measured_ms, core = found["profile"], statistics.median(found["seconds"]) * 1e3, _core()
-    cluster = measured_cluster(profile, found["machine"]).text
+    cluster = measured_cluster(profile, found["machine"]).text.replace('\ntier = "file"', '\ntier = "memory"')  # --tier host
     by_formula = json.loads(core.read_plan(core.predict_plan(text, layers, cluster)))
     said = simulated(plan, cluster, profile.text())
     peaks = said["peak_bytes"] if said is not None else [stage["peak_bytes"] for stage in by_formula["stages"]]

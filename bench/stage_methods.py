@@ -15,6 +15,8 @@ from peer_methods import Batch, Method, Settings, Step, adamw
 from torch import nn
 
 MICRO_BATCHES = 8
+# As the default schedule has it for step 10; whoever warms up six steps has it behind him.
+SEARCHED = [(0, []), (4, ["search(cluster={cluster},limit={limit},recompute=none,profile={profile})"])]
 
 
 class Layers(nn.Module):
@@ -78,8 +80,9 @@ def ours(settings: Settings, **config: Any) -> Step:
     example = token_batch(settings.case, rows=settings.case["rows"])
     model = causal_model(settings.case)
     chosen = interlace.Config(
-        mesh={"pp": dist.get_world_size()}, strategy="replicate", accumulation=MICRO_BATCHES, cache="off", timeout_s=300, **config
-    )
+        mesh={"pp": dist.get_world_size()}, strategy="replicate", accumulation=MICRO_BATCHES, cache="off", timeout_s=300,
+        **{"schedule": [], **config},
+    )  # fmt: skip
     trainer = interlace.compile(model, adamw(model.parameters()), causal_loss, example, chosen)
     if dist.get_rank() == 0:
         print(f"{chosen.stage_order}: stages begin with {trainer._run.ir.meta()['stages']}", file=sys.stderr, flush=True)
@@ -94,10 +97,11 @@ STAGES = {
         Method("interleaved", "PyTorch interleaved 1F1B", "stages", "torch", lambda s: theirs(s, "ScheduleInterleaved1F1B", 2)),
         Method("zbv", "PyTorch ZBV", "stages", "torch", lambda s: theirs(s, "ScheduleZBVZeroBubble", 2)),
         Method("ours-gpipe", "interlace GPipe", "stages", "interlace", lambda s: ours(s, stage_order="gpipe"), ours=True),
-        Method("ours-1f1b", "interlace 1F1B", "stages", "interlace", lambda s: ours(s), ours=True),
+        Method("ours-1f1b", "interlace 1F1B", "stages", "interlace", lambda s: ours(s, stage_order="1f1b"), ours=True),
         Method("ours-interleaved", "interlace interleaved", "stages", "interlace",
                lambda s: ours(s, stage_order="interleaved", stage_chunks=2), ours=True),
-        Method("ours-auto", "interlace auto", "stages", "interlace", lambda s: ours(s, stage_order="auto"), ours=True),
+        Method("ours-auto", "interlace auto", "stages", "interlace", lambda s: ours(s, stage_order="auto", schedule=SEARCHED), ours=True),
+        Method("ours-auto-plain", "interlace auto, times of the model", "stages", "interlace", lambda s: ours(s, stage_order="auto"), ours=True),
         Method("ours-v", "interlace V", "stages", "interlace", lambda s: ours(s, stage_order="v"), ours=True),
         Method("ours-zb", "interlace zero bubble", "stages", "interlace", lambda s: ours(s, stage_order="zero_bubble"), ours=True),
     )

@@ -33,6 +33,7 @@ class Contest:
     tiny: dict[str, int]  # only shows that all of it works
     wire_bytes: Callable[[dict[str, int], int], float]  # that a rank must send in a step
     part: Callable[[float, int], float]  # of the seconds of the whole step: what a step over so many ranks must compute, filling included
+    warm_up: int = WARM_UP_STEPS
 
 
 def measured(contest: Contest, args: argparse.Namespace, names: list[str], net: Network, logs: Path) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def measured(contest: Contest, args: argparse.Namespace, names: list[str], net: 
             if what == "build":
                 crew.ask({"do": "build", "method": name, "table": contest.title}, BUILD_TIMEOUT_S)
                 return
-            count = args.block if what == "round" else WARM_UP_STEPS
+            count = args.block if what == "round" else contest.warm_up
             answers = crew.ask({"do": "steps", "method": name, "first": len(row["losses"]), "count": count}, STEP_TIMEOUT_S)
         except CrewError as e:
             row["problem"], row["seconds"] = f"failed ({what}): {e}", []
