@@ -27,17 +27,24 @@ TOP = 200  # plans that the search gives for it
 
 def judge(found: dict[str, Any], cluster: str, profile: str, update: Callable[[str, int, int], None], top: int = 1) -> dict[str, Any]:
     """The first `top` plans: of some those whose programs fit, the fastest in simulation first, with "simulated"; then the others as they
-    were found. Some are the best of each layout, and then the best of all. "judged": all whose programs were simulated, in that order."""
-    best = _by_layout(found["plans"])
-    best += [each for each in found["plans"] if all(each is not other for other in best)]
-    best = [each for each in best if each["plan"]["step_us"] <= FAR * found["plans"][0]["plan"]["step_us"]][:CANDIDATES]
+    were found. Some are the best of each layout, then the best of all, and then more of the fastest's layout. "judged": all whose programs
+    were simulated, in that order."""
+    near = [each for each in found["plans"] if each["plan"]["step_us"] <= FAR * found["plans"][0]["plan"]["step_us"]]
+    best = _by_layout(near)
+    best = [*best, *_others(near, best)][:CANDIDATES]
     judged: list[dict[str, Any]] = []
-    for number, each in enumerate(best):
-        update("simulating programs", number, len(best))
-        said = simulated(each["plan"], cluster, profile)
-        if said is not None:
-            judged.append(each | {"simulated": said})
-    judged.sort(key=lambda each: each["simulated"]["step_us"])
+
+    def simulate(several: list[dict[str, Any]]) -> None:
+        for number, each in enumerate(several):
+            update("simulating programs", number, len(several))
+            said = simulated(each["plan"], cluster, profile)
+            if said is not None:
+                judged.append(each | {"simulated": said})
+        judged.sort(key=lambda each: each["simulated"]["step_us"])
+
+    simulate(best)
+    if judged:
+        simulate([each for each in _others(near, best) if _layout(each) == _layout(judged[0])][: CANDIDATES // 2])
     known = [each for each in judged if max(each["simulated"]["peak_bytes"]) <= found["memory_limit"]]
     rest = [each for each in found["plans"] if each["text"] not in [one["text"] for one in known]]
     rows = [{"plan": each["plan"], "fits": each in known} | each["simulated"] for each in judged]
@@ -48,8 +55,16 @@ def _by_layout(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The best by the formula of each number of data and tensor ranks of the stages."""
     out: dict[Any, dict[str, Any]] = {}
     for each in plans:
-        out.setdefault(tuple((stage["dp"], stage["tp"]) for stage in each["plan"]["stages"]), each)
+        out.setdefault(_layout(each), each)
     return list(out.values())
+
+
+def _layout(each: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((stage["dp"], stage["tp"]) for stage in each["plan"]["stages"])
+
+
+def _others(plans: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in plans if all(each is not other for other in known)]
 
 
 def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any] | None:
