@@ -35,10 +35,11 @@ void WriteMeta(Program& program, const SearchResult& found, const PassCosts& cos
                   costs.limit == std::numeric_limits<int64_t>::max() ? "none" : std::to_string(costs.limit));
 }
 
-Status CheckFits(const SearchResult& found, const PassCosts& costs, const PassOptions& options) {
+Status CheckFits(const SearchResult& found, const Program& program, const PassCosts& costs,
+                 const PassOptions& options) {
   if (found.chosen < found.front.size()) return Ok{};
   const bool recomputes = options.Text("recompute", "auto") == "auto",
-             offloads = options.Text("offload", "none") != "none";
+             offloads = options.Text("offload", "none") != "none" || program.stage;  // of a stage nothing leaves
   const std::string let = recomputes && offloads ? ""
                           : recomputes ? "let it send storages out of memory (offload=auto; in training: a tier), "
                           : offloads   ? "let it recompute activations (recompute=auto), "
@@ -298,7 +299,7 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
   all.front = std::move(picked.front);
   all.chosen = picked.chosen;
   all.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  INTERLACE_TRY(CheckFits(all, costs, options));
+  INTERLACE_TRY(CheckFits(all, program, costs, options));
   // The fastest of those that decide otherwise.
   const auto add_without = [&](const char* name, auto&& decides) {
     if (!decides(all.front[all.chosen].decisions.captured)) return;
@@ -321,7 +322,7 @@ Result<bool> Search(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(const PassCosts costs, ReadSearchCosts(program, options));
   INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));
-  INTERLACE_TRY(CheckFits(found, costs, options));
+  INTERLACE_TRY(CheckFits(found, program, costs, options));
   INTERLACE_TRY(Finish(program.Clone(), costs, found, program));
   return true;
 }
