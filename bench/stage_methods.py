@@ -101,7 +101,7 @@ STAGES = {
         Method("ours-interleaved", "interlace interleaved", "stages", "interlace",
                lambda s: ours(s, stage_order="interleaved", stage_chunks=2), ours=True),
         Method("ours-auto", "interlace auto", "stages", "interlace", lambda s: ours(s, stage_order="auto", schedule=SEARCHED), ours=True),
-        Method("ours-auto-plain", "interlace auto, times of the model", "stages", "interlace", lambda s: ours(s, stage_order="auto"), ours=True),
+        Method("ours-auto-plain", "interlace auto, unmeasured", "stages", "interlace", lambda s: ours(s, stage_order="auto"), ours=True),
         Method("ours-v", "interlace V", "stages", "interlace", lambda s: ours(s, stage_order="v"), ours=True),
         Method("ours-zb", "interlace zero bubble", "stages", "interlace", lambda s: ours(s, stage_order="zero_bubble"), ours=True),
     )

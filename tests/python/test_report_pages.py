@@ -121,6 +121,7 @@ def test_stages_have_their_memory_and_ranks(cli, tmp_path):  # noqa: F811
     code, out, err = cli(*words_)
     assert code == 0, err
     page = (tmp_path / "p.html").read_text()
+    assert "mesh pp=2,dp=2 · 4 micro-batches" in page
     rows = re.search(r'<table id="memory-by-stage">.*?<tbody>(.*?)</tbody>', page, flags=re.S)[1].split("</tr>")[:-1]
     assert len(rows) == 2 and "<td>0, 1</td>" in rows[0] and "<td>2, 3</td>" in rows[1]
     for stage, row in zip(json.loads(out)["stages"], rows, strict=True):

@@ -136,7 +136,7 @@ class Given:
             first = _core.Program.parse(stages.texts()[0][1])
             named = f"order {self.stage_order}" if self.mesh is not None else "as it was trained"
             mesh = self.mesh or ",".join(f"{name}={size}" for name, size in first.mesh.items())
-            notes = [f"mesh {mesh}", f"{first.meta().get('micro_batches', self.accumulation)} micro-batches", named]
+            notes = [f"mesh {mesh}", f"{first.accumulation} micro-batch{'es' * (first.accumulation > 1)}", named]
             notes.append(f"times from {self.profile or 'estimates'}")
             notes += ["with a measured step"] if events is not None else []
             return Pipeline(json.loads(text), trace, notes, first.mesh, stages.axis, events)
