@@ -44,6 +44,7 @@ struct Plan {
   std::unordered_map<ValueId, UnitId> grad_state;  // the states `grad`
   std::unordered_set<ValueId> narrow_parts;        // reduced shards of narrow flat buffers
   std::unordered_set<ValueId> sums;      // views of landings that further micro-batches of the run are added to
+  std::unordered_set<ValueId> read;      // landings in which more is read than the whole and its sums
   std::unordered_set<ValueId> products;  // contributions that a matrix product makes and nothing else reads
 };
 
@@ -123,7 +124,8 @@ class VariantWriter {
     }
     if (op.kind == OpKind::kCopy && only != kNone && program_.value(only).placed) {
       const Value& value = program_.value(only);
-      if (Fresh(LandingOf(value.root), value.root)) {
+      // One that is read as well keeps a storage of its own.
+      if (Fresh(LandingOf(value.root), value.root) && plan_.read.count(value.root) == 0) {
         new_[only] = Contribute(value, Map(op.args[0].value), op);
         return Ok{};
       }
@@ -310,12 +312,11 @@ class VariantWriter {
   Phase phase_;
 };
 
-// The landings in which nothing is read but the whole buffer and its sums; their contributions by aten.mm are products.
-void FindProducts(const Program& program, const Phase& phase, Plan& plan) {
-  std::unordered_set<ValueId> read;  // landings
+// What is read of the landings; in the others contributions by aten.mm are products.
+void FindRead(const Program& program, const Phase& phase, Plan& plan) {
   auto reads = [&](ValueId id) {
     const ValueId root = program.RootOf(id);
-    if (id != root && plan.sums.count(id) == 0) read.insert(root);
+    if (id != root && plan.sums.count(id) == 0) plan.read.insert(root);
   };
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
@@ -323,7 +324,7 @@ void FindProducts(const Program& program, const Phase& phase, Plan& plan) {
   }
   for (ValueId id : phase.gives) reads(id);
   for (const auto& [root, landing] : plan.landings) {
-    if (read.count(root) > 0) continue;
+    if (plan.read.count(root) > 0) continue;
     for (ValueId id : landing.contributions) {
       const Op& op = program.op(program.value(id).def);
       if (IsProduct(op)) plan.products.insert(id);
@@ -368,7 +369,7 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
       if (landing != plan.landings.end()) landing->second.contributions.push_back(result);
     }
   }
-  FindProducts(program, phase, plan);
+  FindRead(program, phase, plan);
   if (!reduce_last) return plan;
   std::vector<std::pair<UnitId, Landing*>> flats;
   for (auto& [root, landing] : plan.landings) {

@@ -324,10 +324,12 @@ TEST(Search, IsAsSmallAsTheSmallestOfAllSchedules) {
     transfers.push_back({{{0, 1}, first}});
     for (int32_t second = 0; second < 3; ++second) transfers.push_back({{{0}, first}, {{1}, second}});
   }
-  for (uint64_t seed : {10, 59}) {
+  int found = 0;
+  for (uint64_t seed = 1; found < 2; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Program base = Base(seed, 1);
-    ASSERT_EQ(base.units.size(), 2U);
+    if (base.units.size() != 2) continue;
+    ++found;
     const PassCosts costs = Costs(base);
     int64_t least = std::numeric_limits<int64_t>::max();
     const std::vector<UnitId> keepable = KeepableUnits(base);

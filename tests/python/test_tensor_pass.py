@@ -109,11 +109,11 @@ def vit():
     return model, batch, named_plan(model, r"\.(q_proj|k_proj|v_proj|fc1)\.(weight|bias)$", r"\.(o_proj|fc2)\.weight$")
 
 
-def captured(made, dtype=torch.float64):
+def captured(made, dtype=torch.float64, loss=cross_entropy):
     model, batch, plan = made
     model = model.to(dtype).train()
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    text = capture(model, cross_entropy, batch).text
+    text = capture(model, loss, batch).text
     text = re.sub(r'^meta tensor ".*"\n', "", text, flags=re.MULTILINE)
     program = _core.Program.parse(text.replace("\nmeta rng", f'\nmeta tensor "{plan}"\nmeta rng', 1))
     program.run_passes("canonicalize")
@@ -123,9 +123,9 @@ def captured(made, dtype=torch.float64):
     return program, tensors, inputs
 
 
-def compare(made, ranks, options="", dtype=torch.float64, bound=1e-12, first=""):
+def compare(made, ranks, options="", dtype=torch.float64, bound=1e-12, first="", loss=cross_entropy):
     """The cut text of the program; its loss and gradients are those of the whole one."""
-    program, tensors, inputs = captured(made, dtype)
+    program, tensors, inputs = captured(made, dtype, loss)
     torch.manual_seed(7)
     expected = Evaluator(program.print(), tensors).run(inputs)
     if first:
@@ -155,6 +155,20 @@ def count(text, kind):
 def test_same_numbers_as_the_whole_program(make, ranks):
     torch.manual_seed(0)
     compare(make(), ranks)
+
+
+@pytest.mark.parametrize("sequence", ["true", "false"])
+def test_a_number_is_added_to_a_sum_once(sequence):
+    """Each rank holds a part of what the second product makes; 1 is no part of it."""
+
+    def loss(model, batch):
+        hidden = torch.tanh(model[0](batch["input_ids"].to(model[0].weight.dtype)))
+        made = 0.5 * (model[1](hidden) + 1.0) - 0.25
+        return F.cross_entropy(model[2](F.pad(made, (0, 1), value=2.0)[:, :-1] - 3), batch["labels"][:, 0])
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2)), torch.nn.Linear(16, 128))
+    compare((model, tokens(4), "0.weight 0; 1.weight 1"), 2, f",sequence={sequence}", loss=loss)
 
 
 def test_vision():

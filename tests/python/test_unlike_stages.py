@@ -90,9 +90,9 @@ THREE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_the_numbers_of_one_process(name: str) -> None:
-    """Three ranks; of GPT-2 the embedding is on both stages, whose ranks exchange pieces of its gradient."""
+    """Three ranks; of GPT-2 and T5 the embedding is on both stages, whose ranks exchange pieces of its gradient; T5 shifts its labels."""
     for config, distance in zip(THREE, ranks.run(distances, 3, name, THREE, timeout_s=300)[0], strict=True):
         assert distance.within(1e-9), f"{config}: {distance}"
 
@@ -148,7 +148,7 @@ def test_on_four_ranks() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["tied", "vit", "t5"])
+@pytest.mark.parametrize("name", ["tied", "vit"])
 def test_other_models(name: str) -> None:
     for config, distance in zip(THREE, ranks.run(distances, 3, name, THREE, timeout_s=300)[0], strict=True):
         assert distance.within(1e-9), f"{config}: {distance}"

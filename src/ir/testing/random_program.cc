@@ -153,7 +153,7 @@ class Generator {
   }
 
   void Layer() {
-    switch (random_() % 13) {
+    switch (random_() % 15) {
       case 0:
       case 1:
       case 2:
@@ -176,6 +176,10 @@ class Generator {
         return BufferUse();
       case 11:
         return Scalar();
+      case 12:
+        return Shift();
+      case 13:
+        return Masked();
       default:
         return TwoBiases();
     }
@@ -250,6 +254,25 @@ class Generator {
       AddGrad(x, Mul(g, V(scalar)));
       AddGrad(scalar, Emit("aten.sum", {V(Mul(g, V(x)))}, Contiguous({})));
     });
+  }
+
+  // A number is added, which is no part of a sum over ranks.
+  void Shift() {
+    ValueId x = x_;
+    x_ = Emit(Chance(2) ? "aten.add.Tensor" : "aten.sub.Tensor", {V(x), Arg::Float(0.25)}, Contiguous(Sizes(x)));
+    OnBackward(x_, [=, this](ValueId g) { AddGrad(x, g); });
+  }
+
+  // Zero in some places, as attention's masks make it.
+  void Masked() {
+    ValueId x = x_, first = NewParam({Sizes(x)[1]}, "mask", false);
+    ValueId mask = Emit("aten.gt.Scalar", {V(first), Arg::Int(0)}, Contiguous(Sizes(first), DType::kB8));
+    auto kept = [=, this](ValueId of) {
+      ValueId zero = Emit("aten.full", {Ints({}), Arg::Int(0)}, Contiguous({}));
+      return Emit("aten.where.self", {V(mask), V(of), V(zero)}, Contiguous(Sizes(x)));
+    };
+    x_ = kept(x);
+    OnBackward(x_, [=, this](ValueId g) { AddGrad(x, kept(g)); });
   }
 
   void Residual() {

@@ -51,6 +51,8 @@ void Check(uint64_t seed) {
   Program program = testing::RandomProgram(options);
   const Result<RunResult> expected = Interpret(program, run);
   ASSERT_TRUE(expected.ok()) << expected.error().ToString();
+  bool trains = false;
+  ForEachOp(program, [&](const Op& op) { trains = trains || op.kind == OpKind::kGrad; });
   const std::string plan = RandomPlan(random, program);
   if (plan.empty()) return;
   program.SetMeta("tensor", plan);
@@ -85,7 +87,7 @@ void Check(uint64_t seed) {
     for (size_t i = 0; i < each.size(); ++i)
       ASSERT_LT(Apart(by_rank[i / static_cast<size_t>(ranks)], each[i]), kBound) << "buffer " << name << "\n" << text;
   }
-  ASSERT_LT(Apart(expected->norms, actual->norms), kBound) << text;
+  ASSERT_TRUE(!trains || Apart(expected->norms, actual->norms) < kBound) << text;
 }
 
 TEST(TensorProperty, RanksTogetherComputeWhatOneWould) {

@@ -19,10 +19,6 @@ constexpr double kParameter = 1e6;  // a parameter is cut to stay so: times its 
 constexpr double kColumns = 64;  // what products made is not gathered where rows that several need are gathered again
 constexpr double kAgain = 1e-3;  // times the bytes of results that every rank makes whole, to break ties
 
-int64_t BytesOf(const Geometry& geometry) {
-  return geometry.numel() * DTypeBytes(geometry.dtype);
-}
-
 }  // namespace
 
 Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options, const Facts* facts)
@@ -195,7 +191,7 @@ std::optional<DimCut> Cutter::CutOf(ValueId id) const {
 }
 
 // Of all ways to cut the outer dimensions of a storage the coarsest that all its views can show.
-int64_t Cutter::RowPeriod(ValueId root) {
+int64_t Cutter::RowPeriod(ValueId root) const {
   const Geometry& own = geometry_[root];
   if (!options_.sequence || !IsDense(own)) return 0;
   std::set<int64_t, std::greater<>> periods;
@@ -271,10 +267,10 @@ double Cutter::CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>
       cut->blocks *= rule.joins[way.factor];
       if (!IsDense(geometry_[result]) || !PeriodOf(geometry_[result], *cut, ranks_)) return kImpossible;
     } else if (way.factor == kWholeDim) {  // every rank computes all of it
-      cost += kAgain * static_cast<double>(BytesOf(geometry_[result])) +
+      cost += kAgain * static_cast<double>(geometry_[result].bytes()) +
               (ranks_ - 1) * FlopsOf(op) / ranks_ / options_.flops_per_byte;
     } else if (options_.sums_cost) {  // a sum that is made later
-      cost += static_cast<double>(BytesOf(geometry_[result])) * (ranks_ - 1) / ranks_;
+      cost += static_cast<double>(geometry_[result].bytes()) * (ranks_ - 1) / ranks_;
     }
   }
   return cost;
@@ -298,7 +294,7 @@ double Cutter::FlopsOf(const Op& op) const {
 double Cutter::CostOf(ValueId operand, const DimCut* cut) {
   const ValueId root = program_.RootOf(operand);
   const Placement& placement = placement_[root];
-  const double bytes = static_cast<double>(BytesOf(geometry_[root])) * (ranks_ - 1) / ranks_;
+  const double bytes = static_cast<double>(geometry_[root].bytes()) * (ranks_ - 1) / ranks_;
   const bool gathered = copies_.count({root, 0}) != 0;
   double times = std::as_const(program_).value(root).kind == ValueKind::kParam ? kParameter : 1;
   const std::optional<DimCut> columns = options_.regather ? CutOf(operand) : std::nullopt;
@@ -328,10 +324,8 @@ Status Cutter::Generic(OpId id) {
   std::optional<Rule> anew;
   const Rule& rule = as_it_was ? facts_.rules[id]
                                : anew.emplace(RuleOf(op, [&](ValueId v) -> const Geometry& { return geometry_[v]; }));
-  const bool sums =
-      rule.additive && !operands.empty() && std::all_of(operands.begin(), operands.end(), [&](ValueId v) {
-        return PlacementOf(v).is_sum() && copies_.count({program_.RootOf(v), RowPeriod(program_.RootOf(v))}) == 0;
-      });
+  const bool sums = std::any_of(rule.linear.begin(), rule.linear.end(),
+                                [&](const std::vector<bool>& set) { return StaysSum(operands, set); });
   if (sums) {  // one sum over ranks for all of them
     phase_.ops.push_back(id);
     for (ValueId result : op.results) {
@@ -344,7 +338,7 @@ Status Cutter::Generic(OpId id) {
       *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) { return a.cost < b.cost; });
   if (!rule.known) {
     for (ValueId operand : operands) {
-      if (!PlacementOf(operand).is_whole()) made_whole_[op.name] += BytesOf(geometry_[operand]);
+      if (!PlacementOf(operand).is_whole()) made_whole_[op.name] += geometry_[operand].bytes();
     }
   }
   const bool biased = BaseName(op.name) == "aten.addmm" && way.factor != kWholeDim && !CutIn(rule.results[0], way);
@@ -410,72 +404,6 @@ void Cutter::PlaceResults(const Op& op, const Rule& rule, const Way& way) {
   };
   sizes(rule.sizes_argument, 0);
   sizes(rule.bias_sizes, 2);
-}
-
-// A gradient is placed as its parameter is.
-void Cutter::Grad(OpId id) {
-  const ValueId param = Read(id).args[0].value, value = Read(id).args[1].value;
-  if (std::optional<DimCut> cut = CutOf(param)) {
-    const ValueId part = AsPart(value, *cut);
-    if (part != value) program_.op(id).args[1].value = part;
-  } else if (PlacementOf(value).is_sum() && BytesOf(geometry_[value]) < options_.bucket &&
-             copies_.count({program_.RootOf(value), 0}) == 0) {
-    sums_behind_.emplace_back(id, value);
-    return;
-  } else {
-    const ValueId whole = AsWhole(value);
-    if (whole != value) program_.op(id).args[1].value = whole;
-  }
-  phase_.ops.push_back(id);
-}
-
-void Cutter::SumGradients(const Op& op) {
-  const std::vector<ValueId> results = op.results;
-  for (ValueId result : results) {
-    const bool gradient = result != kNone && static_cast<size_t>(result) < gradients_.size() && gradients_[result];
-    if (gradient && placement_[result].is_sum()) Storage(result, {});
-  }
-}
-
-// Small gradients of whole parameters (norms, biases) are many: one transfer for all of a dtype.
-Status Cutter::End() {
-  std::map<DType, std::vector<ValueId>> roots;
-  for (const auto& [grad, value] : sums_behind_) {
-    std::vector<ValueId>& of_type = roots[geometry_[value].dtype];
-    const ValueId root = program_.RootOf(value);
-    if (std::find(of_type.begin(), of_type.end(), root) == of_type.end()) of_type.push_back(root);
-  }
-  for (const auto& [dtype, values] : roots) {
-    Op& start = program_.AddOp(OpKind::kAllReduceStart);
-    start.part = Part::kBackward;
-    start.SetAttr("axis", Arg::Word(options_.axis));
-    Op& wait = program_.AddOp(OpKind::kAllReduceWait);
-    wait.part = Part::kBackward;
-    std::vector<OpId> views;
-    for (ValueId root : values) {
-      const Geometry& own = geometry_[root];
-      if (!IsDense(own)) return MakeError("a sum over ranks with gaps between its elements");
-      Geometry flat{own.dtype, {own.numel()}, {1}, 0};
-      Op& view = program_.AddOp(OpKind::kView);
-      view.part = Part::kBackward;
-      view.args.push_back(Arg::Of(root));
-      start.args.push_back(Arg::Of(AddView(view, root, flat)));
-      views.push_back(view.id);
-      const ValueId sum = AddResult(start, flat, {});
-      wait.args.push_back(Arg::Of(sum));
-      copies_[{root, 0}] = sum;
-    }
-    phase_.ops.insert(phase_.ops.end(), views.begin(), views.end());
-    phase_.ops.push_back(start.id);
-    phase_.ops.push_back(wait.id);
-  }
-  for (const auto& [grad, value] : sums_behind_) {
-    current_ = &program_.op(grad);
-    const ValueId whole = AsWhole(value);
-    program_.op(grad).args[1].value = whole;
-    phase_.ops.push_back(grad);
-  }
-  return Ok{};
 }
 
 }  // namespace interlace::tensor

@@ -133,10 +133,12 @@ class Cutter {
   void FindGradientsOfRows(const std::vector<OpId>& ops);
   void ForgetGathered();
   bool IsUnread(const Rule& rule, ValueId operand) const;
+  bool StaysSum(const std::vector<ValueId>& operands, const std::vector<bool>& linear) const;
+  bool IsZero(ValueId root) const;
 
   std::optional<DimCut> CutOf(ValueId id) const;
   // Where rows of the sum in a storage would be cut; 0: nowhere.
-  int64_t RowPeriod(ValueId root);
+  int64_t RowPeriod(ValueId root) const;
 
   // The value to use in place of `id` so that it is whole, or cut so.
   ValueId AsWhole(ValueId id);

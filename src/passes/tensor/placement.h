@@ -45,6 +45,7 @@ struct Geometry {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
   int64_t numel() const;
+  int64_t bytes() const { return numel() * DTypeBytes(dtype); }
 };
 
 // A program's values as numbers, before the rewrite.

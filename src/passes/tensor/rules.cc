@@ -28,15 +28,16 @@ struct Row {
   Form form;
   std::string_view spec = "";
   int32_t at = 1;
-  bool additive = false, shape_only = false;
+  std::string_view linear = "";  // sets of arguments: "0|1" in either, "12" in both together
+  bool shape_only = false;
   int32_t sizes_argument = -1, bias_sizes = -1;
 };
 
 constexpr std::string_view kPointwiseNames =
-    "mul div pow rsqrt sqrt exp log log1p expm1 abs sign reciprocal square relu gelu silu sigmoid "
+    "pow rsqrt sqrt exp log log1p expm1 abs sign reciprocal square relu gelu silu sigmoid "
     "tanh elu leaky_relu softplus hardtanh hardswish hardsigmoid mish erf sin cos tan atan maximum "
-    "minimum clamp clamp_min clamp_max where eq ne lt le gt ge logical_and logical_or logical_not "
-    "logical_xor bitwise_and bitwise_or bitwise_not masked_fill fill addcmul addcdiv lerp remainder "
+    "minimum clamp clamp_min clamp_max eq ne lt le gt ge logical_and logical_or logical_not "
+    "logical_xor bitwise_and bitwise_or bitwise_not fill addcmul addcdiv lerp remainder "
     "fmod floor_divide floor ceil round trunc isnan isinf _to_copy rsub atan2 threshold "
     "log_sigmoid_forward logit copy gelu_backward silu_backward tanh_backward sigmoid_backward "
     "threshold_backward elu_backward leaky_relu_backward softplus_backward hardtanh_backward "
@@ -47,45 +48,52 @@ const std::unordered_map<std::string_view, Row>& Table() {
   using enum Form;
   static const std::unordered_map<std::string_view, Row> table = [] {
     std::unordered_map<std::string_view, Row> rows = {
-        {"aten.mm", {kSpec, "ik,kj->ij"}},
+        {"aten.mm", {.form = kSpec, .spec = "ik,kj->ij", .linear = "0|1"}},
         {"aten.addmm", {kSpec, "ij,ik,kj->ij"}},
-        {"aten.bmm", {kSpec, "bik,bkj->bij"}},
+        {"aten.bmm", {.form = kSpec, .spec = "bik,bkj->bij", .linear = "0|1"}},
         {"aten.nll_loss_backward", {kSpec, ",n_,n,->n_"}},
         {"aten.convolution", {kSpec, "n___,o___,o->no__"}},
         {"aten.convolution_backward", {.form = kSpec, .spec = "no__,n___,o___->n___,o___,o", .bias_sizes = 3}},
         {"aten._scaled_dot_product_flash_attention_for_cpu", {kSpec, "bh__,bh__,bh__,bh__->bh__,bh_"}},
         {"aten._scaled_dot_product_flash_attention_for_cpu_backward",
          {kSpec, "bh__,bh__,bh__,bh__,bh__,bh_,bh__->bh__,bh__,bh__"}},
-        {"aten.sum", {.form = kReduce, .additive = true}},
-        {"aten.mean", {kReduce}},
+        {"aten.sum", {.form = kReduce, .linear = "0"}},
+        {"aten.mean", {.form = kReduce, .linear = "0"}},
         {"aten.amax", {kReduce}},
         {"aten._softmax", {kAllBut}},
         {"aten._safe_softmax", {kAllBut}},
         {"aten._log_softmax", {kAllBut}},
-        {"aten._softmax_backward_data", {kAllBut, "", 2}},
-        {"aten._log_softmax_backward_data", {kAllBut, "", 2}},
-        {"aten.cumsum", {.form = kAllBut, .additive = true}},
-        {"aten.slice_backward", {.form = kAllBut, .at = 2, .additive = true, .sizes_argument = 1}},
-        {"aten.select_backward", {.form = kSelectBackward, .at = 2, .additive = true, .sizes_argument = 1}},
+        {"aten._softmax_backward_data", {.form = kAllBut, .at = 2, .linear = "0"}},
+        {"aten._log_softmax_backward_data", {.form = kAllBut, .at = 2, .linear = "0"}},
+        {"aten.cumsum", {.form = kAllBut, .linear = "0"}},
+        {"aten.slice_backward", {.form = kAllBut, .at = 2, .linear = "0", .sizes_argument = 1}},
+        {"aten.select_backward", {.form = kSelectBackward, .at = 2, .linear = "0", .sizes_argument = 1}},
         {"aten.native_layer_norm", {kNorm}},
-        {"aten.native_layer_norm_backward", {kNorm}},
-        {"aten.cat", {.form = kCat, .additive = true}},
-        {"aten.constant_pad_nd", {kPad}},
-        {"aten.index", {kRows}},
-        {"aten.index_put", {kRows}},
-        {"aten.embedding", {kEmbedding}},
-        {"aten.embedding_dense_backward", {.form = kEmbeddingBackward}},
+        {"aten.native_layer_norm_backward", {.form = kNorm, .linear = "0"}},
+        {"aten.cat", {.form = kCat, .linear = "0"}},
+        {"aten.constant_pad_nd", {.form = kPad, .linear = "02"}},
+        {"aten.index", {.form = kRows, .linear = "0"}},
+        {"aten.index_put", {.form = kRows, .linear = "02"}},
+        {"aten.embedding", {.form = kEmbedding, .linear = "0"}},
+        {"aten.embedding_dense_backward", {.form = kEmbeddingBackward, .linear = "0"}},
         {"aten._grouped_mm", {kSpec, ""}},  // by its sizes, below
         {"aten.new_zeros", {.form = kNoOperands, .shape_only = true}},
         {"aten.new_ones", {.form = kNoOperands, .shape_only = true}},
         {"aten.new_full", {.form = kNoOperands, .shape_only = true}},
         {"aten.new_empty", {.form = kNoOperands, .shape_only = true}},
     };
-    for (std::string_view name : {"add", "sub", "neg", "clone", "alias", "detach"})
-      rows.emplace(name, Row{.form = kPointwise, .additive = true});
+    for (std::string_view name : {"add", "sub"}) rows.emplace(name, Row{.form = kPointwise, .linear = "01"});
+    for (std::string_view name : {"neg", "clone", "alias", "detach", "div"})
+      rows.emplace(name, Row{.form = kPointwise, .linear = "0"});
+    rows.emplace("mul", Row{.form = kPointwise, .linear = "0|1"});
+    rows.emplace("where", Row{.form = kPointwise, .linear = "12"});
+    rows.emplace("masked_fill", Row{.form = kPointwise, .linear = "02"});
     for (std::string_view name : {"ones_like", "zeros_like", "empty_like", "full_like"})
       rows.emplace(name, Row{.form = kPointwise, .shape_only = true});
-    for (std::string_view name : Split(kPointwiseNames, ' ')) rows.emplace(name, Row{.form = kPointwise});
+    for (std::string_view name : Split(kPointwiseNames, ' ')) {
+      const bool backward = name.ends_with("_backward");  // linear in the gradient, which comes first
+      rows.emplace(name, Row{.form = kPointwise, .linear = backward ? "0" : ""});
+    }
     return rows;
   }();
   return table;
@@ -99,6 +107,10 @@ const Row* Find(const Op& op) {
   if (!name.starts_with("aten.")) return nullptr;
   auto it = table.find(name.substr(5));
   return it == table.end() ? nullptr : &it->second;
+}
+
+bool IsZero(const Arg& arg) {
+  return arg == Arg::Int(0) || arg == Arg::Float(0) || arg == Arg::Float(-0.0) || arg == Arg::Bool(false);
 }
 
 // Counted from the front. -1: no number, or out of range.
@@ -121,7 +133,9 @@ class Builder {
     const Row* row = op_.rng || !op_.writes.empty() ? nullptr : Find(op_);
     if (row == nullptr || results_.empty()) return rule_;
     rule_.known = true;
-    rule_.additive = row->additive;
+    if (!row->linear.empty()) {
+      for (std::string_view set : Split(row->linear, '|')) Linear(set);
+    }
     rule_.shape_only = row->shape_only;
     rule_.sizes_argument = row->sizes_argument;
     rule_.bias_sizes = row->bias_sizes;
@@ -133,7 +147,7 @@ class Builder {
         Pointwise({});
         break;
       case Form::kReduce:
-        Reduce(row->additive);
+        Reduce(BaseName(op_.name) == "aten.sum");
         break;
       case Form::kAllBut:
         AllBut(row->at);
@@ -171,6 +185,23 @@ class Builder {
   int32_t Factor(int64_t size) {
     rule_.sizes.push_back(size);
     return static_cast<int32_t>(rule_.sizes.size()) - 1;
+  }
+
+  // A number that is added, other than zero, would be added by every rank.
+  void Linear(std::string_view arguments) {
+    std::vector<bool> set;
+    for (size_t i = 0; i < op_.args.size(); ++i) {
+      const Arg& arg = op_.args[i];
+      const bool within = arguments.find(static_cast<char>('0' + i)) != std::string_view::npos;
+      const bool number = arg.kind == Arg::Kind::kInt || arg.kind == Arg::Kind::kFloat || arg.kind == Arg::Kind::kBool;
+      if (within && number && !IsZero(arg)) return;
+      auto add = [&](ValueId) { set.push_back(within); };
+      internal::WalkArg(arg, add);
+    }
+    if (std::any_of(op_.named.begin(), op_.named.end(), [](const NamedArg& n) { return n.name == "rounding_mode"; }))
+      return;
+    set.resize(operands_.size());
+    rule_.linear.push_back(std::move(set));
   }
 
   // A dimension of length 1 that is broadcast along a factor does not walk along it.

@@ -29,11 +29,12 @@ struct Rule {
   std::vector<std::vector<int32_t>> results;   // likewise; results that are not produced have no dimensions
   std::vector<int64_t> sizes;                  // by factor: of its longest dimension
   std::vector<int64_t> joins;  // by factor: operands that a result has side by side along it (cat), else 1
-  bool additive = false;       // sums of operands give the sum of results: f(a + b) = f(a) + f(b), all operands at once
-  bool shape_only = false;     // no operand is read
-  int32_t sizes_argument = -1;  // the positional argument that repeats the sizes of result 0
-  int32_t bias_sizes = -1;      // likewise, of result 2
-  bool known = false;           // else every operand and result is whole
+  // Sets of operands in which the results are linear while the others stay as they are: f(a + b) = f(a) + f(b).
+  std::vector<std::vector<bool>> linear;  // by set, by operand
+  bool shape_only = false;                // no operand is read
+  int32_t sizes_argument = -1;            // the positional argument that repeats the sizes of result 0
+  int32_t bias_sizes = -1;                // likewise, of result 2
+  bool known = false;                     // else every operand and result is whole
   bool Has(int32_t operand, int32_t factor) const;
 };
 

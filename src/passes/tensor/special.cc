@@ -46,7 +46,7 @@ Result<bool> Special::Visit(OpId id) {
   if (name == "aten.nll_loss_forward") return NllLoss(id);
   if (name == "aten.nll_loss_backward") return NllLossBackward(id);
   if (name == "aten.native_dropout") return Dropout(id);
-  if (name == "aten.as_strided_scatter") Overwrite(id);
+  if (name == "aten.as_strided_scatter") return Overwrite(id) ? false : Scatter(id);
   if (c_.Read(id).rng) return Draw(id);
   return false;
 }
@@ -328,9 +328,9 @@ bool Special::NllLossBackward(OpId id) {
 }
 
 // (x, src, sizes, strides, offset) that leaves nothing of x, as in-place additions are traced: a copy of src.
-void Special::Overwrite(OpId id) {
+bool Special::Overwrite(OpId id) {
   const Op& op = c_.program_.op(id);
-  if (op.args.size() != 5 || !IsValue(op, 1) || !(op.args[4] == Arg::Int(0))) return;
+  if (op.args.size() != 5 || !IsValue(op, 1) || !(op.args[4] == Arg::Int(0))) return false;
   const ValueId src = op.args[1].value, root = c_.program_.RootOf(src);
   const Geometry &from = c_.geometry_[src], out = c_.geometry_[op.results[0]];
   const Type& type = c_.program_.value(src).type;
@@ -342,13 +342,48 @@ void Special::Overwrite(OpId id) {
                    from.strides == Contiguous(from.dtype, from.sizes).strides &&
                    out.strides == Contiguous(out.dtype, out.sizes).strides && are(op.args[2], type.sizes) &&
                    are(op.args[3], type.strides);
-  if (!all) return;
+  if (!all) return false;
   const ValueId seen = SeenAs(root, out);
   c_.Apply(seen);
   Op& copy = c_.program_.op(id);
   copy.SetName("aten.clone");
   copy.args = {Arg::Of(seen)};
   copy.named = {{"memory_format", Arg::Word("contiguous")}};
+  return true;
+}
+
+// (x, src, sizes, strides, offset): x but for a view of it, which is src. Where x's cut is one of the view's
+// dimensions, as with tokens shifted by one, each rank writes its own part.
+bool Special::Scatter(OpId id) {
+  const Op& op = c_.program_.op(id);
+  if (op.args.size() != 5 || !IsValue(op, 0) || !IsValue(op, 1)) return false;
+  const ValueId x = op.args[0].value, src = op.args[1].value, result = op.results[0];
+  const Geometry &from = c_.geometry_[src], &out = c_.geometry_[result];
+  if (c_.program_.RootOf(x) != x || !IsDense(out) || c_.geometry_[x].strides != out.strides) return false;
+  Geometry view{out.dtype, {}, {}, c_.sizes_.Number(op.args[4].integer)};
+  for (const Arg& size : op.args[2].list) view.sizes.push_back(c_.sizes_.Number(size.integer));
+  for (const Arg& stride : op.args[3].list) view.strides.push_back(c_.sizes_.Number(stride.integer));
+  if (view.sizes != from.sizes || view.strides.size() != view.sizes.size()) return false;
+  const Placement of_x = c_.placement_[x], of_src = c_.PlacementOf(src);
+  std::optional<DimCut> cut = of_src.is_whole() ? std::nullopt : c_.CutOf(src);
+  int64_t period = of_x.is_cut() ? of_x.period : 0;
+  if (cut && !of_x.is_cut()) period = cut->blocks == 1 ? view.sizes[cut->dim] * view.strides[cut->dim] : 0;
+  if (of_x.is_sum() || of_src.is_sum() || period == 0 || !CutOfView(out, period, c_.ranks_)) return false;
+  const std::optional<DimCut> seen = CutOfView(view, period, c_.ranks_);
+  if (!seen || (cut && cut != seen)) return false;
+  const ValueId mine = c_.AsPart(src, *seen);
+  Value part;
+  c_.sizes_.WritePart(view, *seen, period, part);
+  auto list = [](const std::vector<Dim>& dims) {
+    std::vector<Arg> items;
+    for (const Dim& dim : dims) items.push_back(Arg::Int(dim));
+    return Arg::List(std::move(items));
+  };
+  const ValueId base = of_x.is_cut() ? x : c_.SeenIn(c_.Storage(x, {Kind::kCut, period}), x);
+  c_.program_.op(id).args = {Arg::Of(base), Arg::Of(mine), list(part.type.sizes), list(part.type.strides),
+                             Arg::Int(part.offset)};
+  Take(id, {Kind::kCut, period});
+  return true;
 }
 
 // A whole value of one number that takes no memory.

@@ -33,7 +33,8 @@ class Special {
   bool NllLoss(OpId id);
   bool NllLossBackward(OpId id);
   bool Dropout(OpId id);
-  void Overwrite(OpId id);
+  bool Overwrite(OpId id);
+  bool Scatter(OpId id);
   bool Draw(OpId id);
   ValueId Counted(ValueId target, const Arg& ignored);
   ValueId RowSums(const Cutter::LossGradient& of, const Geometry& row);
