@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,7 +220,7 @@ def closure(value: Any) -> Any:
 def from_elsewhere(m: Any, b: Any) -> Any:
     from followed_values import SCALE
 
-    return m(b) * SCALE * float(os.environ.get("INTERLACE_TEST_SCALE", "1"))
+    return m(b) * SCALE * float(os.environ.get("INTERLACE_TEST_SCALE", "1")) * len(sys.argv)
 
 
 def test_structure_and_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +269,9 @@ def test_loss_functions_count_by_code_and_closure(monkeypatch: pytest.MonkeyPatc
     assert mark(model, from_elsewhere) != before
     before = mark(model, from_elsewhere)
     monkeypatch.setattr(followed_values, "SCALE", 3.0)
+    assert mark(model, from_elsewhere) != before
+    before = mark(model, from_elsewhere)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--more"])
     assert mark(model, from_elsewhere) != before
     with pytest.raises(Unsure, match="outside the model"):
         mark(model, closure(nn.Linear(2, 2)))

@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import random
+import sys
 import threading
 import time
 import types
@@ -307,6 +308,13 @@ def environment() -> Made:
     os.environ["TEST_SCALE"], os.environ["TEST_MODE"] = "1", "a"
     loss_fn = lambda m, b: square(m, b) * float(os.environ["TEST_SCALE"]) * (2 if os.getenv("TEST_MODE") == "b" else 1)  # noqa: E731
     return Net(), loss_fn, lambda i, o: os.environ.update(TEST_SCALE=str(1 + i), TEST_MODE="ab"[i % 2])
+
+
+@followed
+def arguments() -> Made:
+    """A list that an installed module shows."""
+    sys.argv.append("1")
+    return Net(), lambda m, b: square(m, b) * float(sys.argv[-1]), lambda i, o: sys.argv.__setitem__(-1, str(1 + i))
 
 
 # ---- what is written in place ----

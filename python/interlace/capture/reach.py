@@ -50,6 +50,8 @@ _ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "hasattr"})
 _OF_LOGS = (logging.Filterer, logging.Manager)  # loggers remember which levels they were asked for
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _CLOCKS = frozenset({"time", "datetime", "uuid", "secrets"})
+_NOBODYS = ("torch", "numpy", "interlace")
+_FEW = 64
 _MANY = 4096  # items of a container beyond which only its identity and size count
 _SMALL, _LARGE = 1 << 16, 1 << 22  # bytes that are compared at each look; of which a checksum is
 # Attributes that torch.nn.Module's own code reads.
@@ -332,7 +334,9 @@ class Reach:
                 self._global(vars(module), attribute, names, where)
             elif (id(module), attribute) not in self._seen:
                 self._seen[(id(module), attribute)] = module
-                self._slot(vars(module), attribute, f"'{attribute}' of {module.__name__}")
+                item = self._slot(vars(module), attribute, f"'{attribute}' of {module.__name__}")
+                if plain_container(item, module):
+                    self._value(item, f"'{attribute}' of {module.__name__}")
 
 
 def hooks_of_all() -> list[dict]:
@@ -373,6 +377,13 @@ def bytes_in(x: Any) -> Any:
         return view.tobytes() if view.nbytes <= _SMALL else zlib.crc32(view if view.c_contiguous else view.tobytes())
     except (TypeError, ValueError, BufferError):
         return None
+
+
+def plain_container(x: Any, module: types.ModuleType, depth: int = 3) -> bool:
+    """Whether it is a small container of numbers, texts and the like that `module` shows and others may change, as sys.argv."""
+    if not isinstance(x, (list, tuple, dict, set)) or len(x) > _FEW or depth == 0 or module.__name__.startswith(_NOBODYS):
+        return False
+    return all(simple(item) or plain_container(item, module, depth - 1) for item in (x.values() if isinstance(x, dict) else x))
 
 
 def _refill(x: Any, items: tuple) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from interlace.capture.model_tensors import device_type
-from interlace.capture.reach import hooks_of_all, loads, mentions
+from interlace.capture.reach import hooks_of_all, loads, mentions, plain_container
 from interlace.capture.sites import TORCH, is_installed
 
 _TENSOR_BYTES = 64 << 20  # larger constants of the code are not read
@@ -187,7 +187,8 @@ class Fingerprint:
         for attribute in sorted(names & vars(x).keys()):
             item = vars(x)[attribute]
             code = getattr(item, "__code__", None)
-            if not _of_a_package(x) or (code is not None and not is_installed(code.co_filename)):  # config.SCALE, or put there
+            own = not _of_a_package(x) or (code is not None and not is_installed(code.co_filename))  # config.SCALE, or put there
+            if own or plain_container(item, x):
                 self.named(attribute, item, f"{where}.{attribute}")
             elif type(item) in _PLAIN or isinstance(item, (types.FunctionType, type)):
                 self.word(attribute, repr(item) if type(item) in _PLAIN else (item.__module__, item.__qualname__))
