@@ -17,6 +17,7 @@ int64_t Constant(Dim dim) {
 Geometry GeometryOf(const Program& program, ValueId id, const NumberOf& number) {
   const Value& value = program.value(id);
   Geometry out{value.type.dtype, {}, {}, number(value.offset)};
+  out.foreign = DTypeBytes(out.dtype) != DTypeBytes(program.value(program.RootOf(id)).type.dtype);
   bool known = out.offset >= 0;
   auto add = [&](std::vector<int64_t>& numbers, Dim dim) {
     numbers.push_back(number(dim));
@@ -53,6 +54,7 @@ bool IsDense(const Geometry& geometry) {
 }
 
 std::optional<DimCut> CutOfView(const Geometry& view, int64_t period, int64_t ranks) {
+  if (view.foreign) return std::nullopt;
   const int64_t segment = period / ranks;
   std::optional<DimCut> found;
   int64_t step = 0;

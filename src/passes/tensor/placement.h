@@ -44,6 +44,7 @@ struct Geometry {
   DType dtype = DType::kF32;
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
+  bool foreign = false;  // a view of a storage of elements of another size (complex numbers as pairs): it shows no cut
   int64_t numel() const;
   int64_t bytes() const { return numel() * DTypeBytes(dtype); }
 };

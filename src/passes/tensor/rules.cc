@@ -400,8 +400,10 @@ class Builder {
   }
 
   void OneGroup() {
-    const size_t groups = BaseName(op_.name) == "aten.convolution" ? 8 : 9;
-    if (op_.args.size() <= groups || !(op_.args[groups] == Arg::Int(1)) || operands_[0]->sizes.size() != 4) Unknown();
+    const size_t groups = BaseName(op_.name) == "aten.convolution" ? 8 : 9, transposed = groups - 2;
+    if (op_.args.size() <= groups || !(op_.args[groups] == Arg::Int(1)) || operands_[0]->sizes.size() != 4 ||
+        !(op_.args[transposed] == Arg::Bool(false)))  // else the weight's first dimension is the input's
+      Unknown();
   }
 
   void Unknown() {
