@@ -59,6 +59,14 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
+def mpnet() -> nn.Module:
+    """Its bias of positions is expanded to all rows once, and used in all layers."""
+    from transformers import MPNetConfig, MPNetForMaskedLM
+
+    small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    return MPNetForMaskedLM(MPNetConfig(vocab_size=VOCAB, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **small))
+
+
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -75,6 +83,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": qwen3,
     "mixtral": mixtral,
     "t5": t5,
+    "mpnet": mpnet,
     "vit": vit,
 }
 
@@ -117,7 +126,7 @@ def batch_of(step: int, place: int, rows: int = ROWS, name: str = "llama") -> di
         pixels = torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64)
         return {"pixel_values": pixels, "labels": torch.randint(0, 8, (rows,), generator=generator)}
     tokens = {"input_ids": torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)}
-    return tokens | ({"labels": torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)} if name == "t5" else {})
+    return tokens | ({"labels": torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)} if name in ("t5", "mpnet") else {})
 
 
 def compiled(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any) -> interlace.Trainer:

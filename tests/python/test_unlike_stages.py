@@ -90,7 +90,7 @@ THREE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mpnet"])
 def test_the_numbers_of_one_process(name: str) -> None:
     """Three ranks; of GPT-2 and T5 the embedding is on both stages, whose ranks exchange pieces of its gradient; T5 shifts its labels."""
     for config, distance in zip(THREE, ranks.run(distances, 3, name, THREE, timeout_s=300)[0], strict=True):

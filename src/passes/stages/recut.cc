@@ -47,6 +47,7 @@ Result<Crossings> FindCrossings(const Program& program, const Phase& phase, cons
   how.sums_behind = true;
   how.flops_per_byte = 1e-6;  // what is cut stays cut,
   how.sums_cost = false;      // and what is a sum stays one: nothing travels
+  how.rows = rows;
   tensor::Cutter cutter(clone, *copy, how);
   std::set<ValueId> of_rows;  // what knows the rows
   for (const Input& input : clone.inputs) {
@@ -58,15 +59,19 @@ Result<Crossings> FindCrossings(const Program& program, const Phase& phase, cons
   INTERLACE_TRY(cutter.Run());
   for (const OpId id : copy->ops) {
     const Op& op = std::as_const(clone).op(id);
-    if (!AnyOperand(op, [&](ValueId v) { return of_rows.contains(clone.RootOf(v)); })) continue;
+    if (tensor::ReadsSizesOnly(op) || !AnyOperand(op, [&](ValueId v) { return of_rows.contains(clone.RootOf(v)); }))
+      continue;
     for (const ValueId result : op.results) of_rows.insert(result == kNone ? kNone : clone.RootOf(result));
   }
   Crossings out;
   for (const ValueId root : roots) {
     const tensor::Placement& placement = cutter.PlacementOf(root);
     Crossing& crossing = out[root];
+    const Op& def = program.op(program.value(root).def);
+    const std::string place =
+        def.source == kNone ? "" : " at " + program.sources[static_cast<size_t>(def.source)].place;
     if (placement.is_whole() && of_rows.contains(root))
-      return MakeError("%", root, ", made by ", program.op(program.value(root).def).name,
+      return MakeError("%", root, ", made by ", def.name, place,
                        ", goes from stage to stage and mixes the rows of a micro-batch, which stages of unlike ranks "
                        "have different ones of; give all stages the same dp, or choose other borders");
     if (placement.is_sum()) crossing.kind = Crossing::Kind::kSum;

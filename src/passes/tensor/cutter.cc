@@ -236,6 +236,8 @@ std::vector<Cutter::Way> Cutter::WaysOf(const Op& op, const Rule& rule, const st
     }
     if (auto input = row_inputs_.find(program_.RootOf(operands[i])); input != row_inputs_.end())
       cut = CutOfView(geometry_[operands[i]], input->second, ranks_);
+    const Geometry& own = geometry_[operands[i]];
+    if (options_.rows > 1 && !own.sizes.empty() && own.sizes[0] == options_.rows && own.strides[0] == 0) cut = DimCut{};
     if (placement.is_sum()) {
       if (int64_t period = RowPeriod(program_.RootOf(operands[i])); period > 0)
         cut = CutOfView(geometry_[operands[i]], period, ranks_);

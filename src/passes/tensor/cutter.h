@@ -31,6 +31,7 @@ struct CutterOptions {
   bool sums_behind = true;
   double flops_per_byte = 1000;  // of products, in the time that a byte travels: 600 (a PC) to 2500 (H100, NVLink)
   bool sums_cost = true;         // what a sum costs that is made later counts
+  int64_t rows = 0;              // what is the same for so many rows, as an expanded bias is, may be cut along them
   bool regather = false;         // what was gathered in the forward part is gathered again for the backward part
   Binding sample = {};           // where sizes, or the axis's, are symbols: numbers to decide by (sizes.h)
 };

@@ -443,6 +443,11 @@ Facts FactsOf(const Program& program, const Phase& phase, const NumberOf& number
   return out;
 }
 
+bool ReadsSizesOnly(const Op& op) {
+  const Row* row = Find(op);
+  return row != nullptr && row->shape_only;
+}
+
 std::string_view BaseName(std::string_view name) {
   const size_t first = name.find('.');
   return name.substr(0, first == std::string_view::npos ? first : name.find('.', first + 1));
