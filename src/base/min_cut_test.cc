@@ -4,7 +4,7 @@
 
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 
 namespace interlace {
 namespace {

@@ -146,7 +146,6 @@ static_assert(InOrder(), "a row a kind, in the enum's order");
 
 constexpr std::array<std::string_view, kLaneCount> kLanes = {"compute", "gather", "reduce", "h2d",
                                                              "d2h",     "file",   "p2p",    "host"};
-constexpr std::string_view kUpdatePrefix = "update.";
 
 bool WithMomentum(const Op& op) {
   const Arg* momentum = op.Attr("momentum");
@@ -210,12 +209,8 @@ bool StepsOnHost(const Op& op) {
 }
 
 OpKind UpdateOf(std::string_view optimizer) {
-  const OpKind kind = KindOf(std::string(kUpdatePrefix).append(optimizer));
+  const OpKind kind = KindOf("update." + std::string(optimizer));
   return TraitsOf(kind).family == OpFamily::kUpdate ? kind : kUnknown;
-}
-
-std::string_view OptimizerOf(const Op& op) {
-  return IsUpdate(op) ? TraitsOf(op).name.substr(kUpdatePrefix.size()) : "";
 }
 
 size_t FlatOperands(const Op& op) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -37,8 +36,6 @@ bool TakesNoTime(const Op& op);
 bool StepsOnHost(const Op& op);
 // The update of an optimizer ("adamw", "adam", "sgd", "rule"); kUnknown for others.
 OpKind UpdateOf(std::string_view optimizer);
-// "adamw", ... of an update.
-std::string_view OptimizerOf(const Op& op);
 // Of an update: how many of its first operands are flat shards (weights, gradient, states); what follows is the
 // coefficient.
 size_t FlatOperands(const Op& op);

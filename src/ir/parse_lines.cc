@@ -59,31 +59,24 @@ Status TextParser::CheckPending() {
 }
 
 Status TextParser::Line() {
+  using Lines = Status (TextParser::*)();
+  static constexpr std::pair<std::string_view, Lines> kLines[] = {
+      {"meta", &TextParser::Meta},         {"mesh", &TextParser::Mesh},         {"stage", &TextParser::StageLine},
+      {"symbol", &TextParser::SymbolLine}, {"step", &TextParser::Step},         {"run", &TextParser::RunLine},
+      {"rule", &TextParser::RuleLines},    {"func", &TextParser::FuncLines},    {"group", &TextParser::GroupLine},
+      {"module", &TextParser::ModuleLine}, {"source", &TextParser::SourceLine}, {"unit", &TextParser::UnitLine},
+      {"param", &TextParser::ParamLine},   {"buffer", &TextParser::BufferLine}, {"input", &TextParser::InputLine},
+      {"const", &TextParser::ConstLine},   {"state", &TextParser::StateLine},   {"phase", &TextParser::PhaseLine}};
   size_t pos = scan_.pos();
   std::string_view word = scan_.Word();
-  if (word == "meta") return Meta();
-  if (word == "mesh") return Mesh();
-  if (word == "stage") return StageLine();
-  if (word == "symbol") return SymbolLine();
-  if (word == "step") return Step();
-  if (word == "run") return RunLine();
-  if (word == "rule") return RuleLines();
-  if (word == "func") return FuncLines();
-  if (word == "group") return GroupLine();
-  if (word == "module") return ModuleLine();
-  if (word == "source") return SourceLine();
-  if (word == "unit") return UnitLine();
-  if (word == "param") return ParamLine();
-  if (word == "buffer") return BufferLine();
-  if (word == "input") return InputLine();
-  if (word == "const") return ConstLine();
-  if (word == "state") return StateLine();
-  if (word == "phase") return PhaseLine();
+  for (const auto& [name, parse] : kLines) {
+    if (word == name) return (this->*parse)();
+  }
   scan_.Seek(pos);
   if (word.empty()) return Expected("a declaration or a phase");
-  return Fail("unknown line '", word, "'",
-              DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "rule", "func", "group", "module",
-                                "source", "unit", "param", "buffer", "input", "const", "state", "phase"}));
+  std::vector<std::string_view> known;
+  for (const auto& line : kLines) known.push_back(line.first);
+  return Fail("unknown line '", word, "'", DidYouMean(word, known));
 }
 
 Status TextParser::Meta() {

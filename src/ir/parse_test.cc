@@ -3,9 +3,9 @@
 
 #include <random>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "ir/testing/evaluate_rule.h"
 #include "ir/testing/golden.h"
 #include "ir/testing/random_program.h"
 #include "ir/text.h"

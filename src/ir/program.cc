@@ -9,6 +9,18 @@ template class std::vector<interlace::NamedArg>;
 
 namespace interlace {
 
+namespace {
+
+template <typename T>
+Arg With(Arg::Kind kind, T Arg::*member, T value) {
+  Arg out;
+  out.kind = kind;
+  out.*member = std::move(value);
+  return out;
+}
+
+}  // namespace
+
 Arg::Arg() = default;
 Arg::Arg(const Arg&) = default;
 Arg::Arg(Arg&&) noexcept = default;
@@ -19,46 +31,25 @@ Arg Arg::None() {
   return {};
 }
 Arg Arg::Of(ValueId v) {
-  Arg a;
-  a.kind = Kind::kValue;
-  a.value = v;
-  return a;
+  return With(Kind::kValue, &Arg::value, v);
 }
 Arg Arg::Int(Dim d) {
-  Arg a;
-  a.kind = Kind::kInt;
-  a.integer = d;
-  return a;
+  return With(Kind::kInt, &Arg::integer, d);
 }
 Arg Arg::Float(double d) {
-  Arg a;
-  a.kind = Kind::kFloat;
-  a.real = d;
-  return a;
+  return With(Kind::kFloat, &Arg::real, d);
 }
 Arg Arg::Bool(bool b) {
-  Arg a;
-  a.kind = Kind::kBool;
-  a.boolean = b;
-  return a;
+  return With(Kind::kBool, &Arg::boolean, b);
 }
 Arg Arg::String(std::string s) {
-  Arg a;
-  a.kind = Kind::kString;
-  a.text = std::move(s);
-  return a;
+  return With(Kind::kString, &Arg::text, std::move(s));
 }
 Arg Arg::Word(std::string s) {
-  Arg a;
-  a.kind = Kind::kWord;
-  a.text = std::move(s);
-  return a;
+  return With(Kind::kWord, &Arg::text, std::move(s));
 }
 Arg Arg::List(std::vector<Arg> l) {
-  Arg a;
-  a.kind = Kind::kList;
-  a.list = std::move(l);
-  return a;
+  return With(Kind::kList, &Arg::list, std::move(l));
 }
 
 Op::Op() = default;
@@ -69,6 +60,7 @@ Op& Op::operator=(Op&&) noexcept = default;
 Op::~Op() = default;
 
 Program::Program() = default;
+Program::Program(const Program&) = default;
 Program::Program(Program&&) = default;
 Program& Program::operator=(Program&&) = default;
 Program::~Program() = default;
@@ -96,31 +88,10 @@ void Op::SetAttr(std::string_view attr_name, Arg arg) {
 }
 
 Program Program::Clone() const {
-  Program out;
-  out.level = level;
-  out.meta = meta;
-  out.mesh = mesh;
-  out.stage = stage;
-  out.symbols = symbols;
-  out.accumulation = accumulation;
-  out.width = width;
-  out.accumulate_mode = accumulate_mode;
-  out.rules = rules;
-  out.funcs = funcs;
-  out.groups = groups;
-  out.modules = modules;
-  out.sources = sources;
-  out.units = units;
-  out.params = params;
-  out.buffers = buffers;
-  out.inputs = inputs;
-  out.consts = consts;
-  out.states = states;
-  out.phases = phases;
-  out.order = order;
-  out.dims = dims;
-  out.values_ = values_;
-  out.ops_ = ops_;
+  Program out = *this;
+  out.tracks_ = false;
+  out.changed_values_.clear(), out.changed_ops_.clear();
+  out.value_noted_.clear(), out.op_noted_.clear();
   return out;
 }
 

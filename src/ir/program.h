@@ -308,7 +308,6 @@ class Program {
   Program(Program&&);
   Program& operator=(Program&&);
   ~Program();
-  Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
   Program Clone() const;
 
@@ -407,6 +406,7 @@ class Program {
   void Compact();
 
  private:
+  Program(const Program&);
   static void Note(std::vector<int32_t>& changed, std::vector<bool>& noted, int32_t id) {
     if (static_cast<size_t>(id) >= noted.size() || noted[id]) return;  // what came since goes as a whole
     noted[id] = true;

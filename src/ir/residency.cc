@@ -1,7 +1,5 @@
 #include "ir/residency.h"
 
-#include <algorithm>
-
 namespace interlace {
 
 std::string_view PlaceName(Place place) {

@@ -26,7 +26,6 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -107,8 +106,5 @@ struct UpdateRule {
   // Length of a group's row: which form, then its numbers.
   size_t RowSize() const;
 };
-
-// One element in double: the reference of the kernels. `registers`: as many as the form has, changed in place.
-void EvaluateRule(const RuleForm& form, std::span<const double> numbers, std::span<double> registers);
 
 }  // namespace interlace

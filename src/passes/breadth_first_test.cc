@@ -2,7 +2,7 @@
 // and the search that chooses it where links are slow.
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "passes/schedule_test_support.h"

@@ -1,7 +1,7 @@
 #include "passes/host_update.h"
 
 #include "base/files.h"
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "passes/phase_memory.h"
 #include "passes/predict.h"
 #include "passes/testing/training_case.h"

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "passes/offload_plan.h"
 #include "passes/testing/training_case.h"
 

@@ -1,6 +1,6 @@
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "passes/inspect.h"

@@ -5,7 +5,7 @@
 
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "ir/text.h"

@@ -1,7 +1,7 @@
 // Recomputation changes no bit: random programs against the reference interpreter, in every mode.
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "passes/pass_test_support.h"

@@ -1,6 +1,6 @@
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/testing/random_program.h"
 #include "passes/passes.h"
 #include "passes/schedule_test_support.h"

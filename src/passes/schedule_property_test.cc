@@ -3,7 +3,7 @@
 // of them.
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "passes/keep.h"

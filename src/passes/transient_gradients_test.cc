@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/testing/random_program.h"
 #include "passes/cost_options.h"
 #include "passes/predict.h"

@@ -6,7 +6,7 @@
 #include <map>
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 
 namespace interlace::plan {
 namespace {

@@ -3,10 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"

@@ -1,13 +1,14 @@
 // Everything that can go wrong between ranks, by seed (testing/faults.h). INTERLACE_FAULT_SEED=n runs one seed and prints
 // what happened; INTERLACE_SOAK=1 runs forty times as many.
+#include "transport/testing/faults.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
 
-#include "base/rounds.h"
-#include "transport/testing/faults.h"
+#include "base/testing/rounds.h"
 
 namespace interlace {
 namespace {

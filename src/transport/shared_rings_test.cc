@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 
 namespace interlace {
 namespace {

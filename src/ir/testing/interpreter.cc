@@ -8,6 +8,7 @@
 
 #include "base/exact_sum.h"
 #include "ir/op_table.h"
+#include "ir/testing/evaluate_rule.h"
 #include "ir/testing/machine.h"
 #include "ir/testing/optimizers.h"
 

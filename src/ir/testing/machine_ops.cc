@@ -9,6 +9,7 @@
 #include "ir/op_table.h"
 #include "ir/pending.h"
 #include "ir/testing/aten_kernels.h"
+#include "ir/testing/evaluate_rule.h"
 #include "ir/testing/machine.h"
 #include "ir/testing/optimizers.h"
 
@@ -249,7 +250,7 @@ Status Machine::NormCoef(const Op& op) {
 }
 
 Status Machine::Update(const Op& op) {
-  const std::string optimizer(OptimizerOf(op));
+  const std::string optimizer(TraitsOf(op).name.substr(std::string_view("update.").size()));
   const Unit& unit = program_.units[op.units[0]];
   const size_t states = FlatOperands(op) - 2;
   const Arg* ranges = op.Attr("ranges");

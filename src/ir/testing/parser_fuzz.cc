@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#include <string_view>
 
 #include "base/testing/fuzz_limits.h"
 #include "ir/liveness.h"

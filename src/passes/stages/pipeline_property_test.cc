@@ -4,7 +4,7 @@
 
 #include <random>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/program_set.h"
 #include "passes/testing/training_case.h"
 

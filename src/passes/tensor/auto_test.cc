@@ -5,7 +5,7 @@
 #include <random>
 #include <set>
 
-#include "base/rounds.h"
+#include "base/testing/rounds.h"
 #include "ir/testing/random_program.h"
 #include "ir/verifier.h"
 #include "passes/explain.h"
