@@ -1,8 +1,8 @@
 // runtime_trace.cc — what the executor recorded of a step, as a trace and as the raw times that profiles are made of.
-#include <memory>
-#include <optional>
+#include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,7 +15,7 @@
 #include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/text.h"
-#include "runtime/timeline_json.h"
+#include "runtime/recorder.h"
 #include "trace/chrome_trace.h"
 
 namespace py = pybind11;
@@ -60,16 +60,56 @@ int64_t ResultBytes(const Program& program, const Op& op) {
   return bytes;
 }
 
-std::string TraceText(const Executor& self, const std::string& format, int32_t rank, int64_t world_size,
-                      int64_t origin_ns) {
+Timeline LastStep(const Executor& self, int32_t rank, int64_t world_size, int64_t origin_ns) {
   const StepRecord& record = self.record();
   if (record.mode == TraceMode::kOff)
     throw std::invalid_argument("no step was recorded: call set_trace(\"on\") before step()");
-  const Timeline timeline =
-      TimelineOf(self.program(), record, rank, world_size, origin_ns == 0 ? record.begin_ns : origin_ns);
-  if (format == "chrome") return WriteChromeTrace(timeline);
-  if (format == "json") return WriteTimelineJson(timeline);
-  throw std::invalid_argument("unknown trace format \"" + format + "\"" + DidYouMean(format, {"chrome", "json"}));
+  return TimelineOf(self.program(), record, rank, world_size, origin_ns == 0 ? record.begin_ns : origin_ns);
+}
+
+// A timeline as values that ranks can send one another: backend, world size, events, flows, samples of live bytes.
+using EventValues = std::tuple<int32_t, int32_t, std::string, bool, int64_t, int64_t, std::string, std::string,
+                               std::string, std::string, int64_t, int64_t, int64_t, std::string, int64_t>;
+using TimelineValues =
+    std::tuple<std::string, int64_t, std::vector<EventValues>, std::vector<std::pair<int32_t, int32_t>>,
+               std::vector<std::tuple<int32_t, int64_t, double>>>;
+
+TimelineValues ValuesOf(const Timeline& timeline) {
+  TimelineValues out;
+  auto& [backend, world_size, events, flows, live] = out;
+  backend = timeline.backend, world_size = timeline.world_size;
+  for (const TraceEvent& e : timeline.events) {
+    events.emplace_back(e.rank, static_cast<int32_t>(e.lane), e.axis, e.wait, e.start_ns, e.duration_ns, e.op, e.detail,
+                        e.module, e.part, e.bytes, e.in_elements, e.out_elements, e.dtype, e.group_size);
+  }
+  for (const TraceFlow& flow : timeline.flows) flows.emplace_back(flow.from, flow.to);
+  for (const TraceCounter& c : timeline.counters[0].samples) live.emplace_back(c.rank, c.time_ns, c.value);
+  return out;
+}
+
+// All ranks' memory is one track: a reader tells them apart by the process.
+std::string MergedTrace(const std::vector<TimelineValues>& ranks) {
+  Timeline out;
+  out.producer = "measured";
+  TraceCounterTrack& memory = out.counters.emplace_back();
+  memory.name = kLiveBytes;
+  for (const auto& [backend, world_size, events, flows, live] : ranks) {
+    out.backend = backend, out.world_size = world_size;
+    const auto base = static_cast<int32_t>(out.events.size()), count = static_cast<int32_t>(events.size());
+    for (const auto& [rank, lane, axis, wait, start, duration, op, detail, module, part, bytes, in, to, dtype, group] :
+         events) {
+      if (lane < 0 || lane >= kTraceLanes) throw std::invalid_argument("no lane " + std::to_string(lane));
+      out.events.push_back({rank, static_cast<TraceLane>(lane), axis, wait, start, duration, op, detail, module, part,
+                            "", bytes, in, to, dtype, group});
+    }
+    for (const auto& [from, to] : flows) {
+      if (std::min(from, to) < 0 || std::max(from, to) >= count)
+        throw std::invalid_argument("a flow points at no event");
+      out.flows.push_back({base + from, base + to});
+    }
+    for (const auto& [rank, time, value] : live) memory.samples.push_back({rank, time, value});
+  }
+  return WriteChromeTrace(out);
 }
 
 // What profiles know of an op: its key ("" for what costs nothing or moves data), its name (of a collective that of its
@@ -166,26 +206,19 @@ void BindTrace(py::module_& module, py::class_<Executor>& executor) {
       .def(
           "set_trace", [](Executor& self, const std::string& mode) { self.SetTrace(ModeOf(mode)); }, py::arg("mode"),
           "on: every later step is recorded; serial: and collectives are completed one by one, for profiles; off.")
-      .def("trace", &TraceText, py::arg("format") = "chrome", py::arg("rank") = 0, py::arg("world_size") = 1,
-           py::arg("origin_ns") = 0,
-           "The last recorded step as a Chrome trace, or as JSON for merge_traces. origin_ns: the clock's reading that "
-           "becomes zero; 0 is the begin of the step.")
-      .def("times", &TimesOf, py::arg("origin_ns"), "Begins and ends of the last recorded step, for _core.Measured.")
-      .def("record", &RecordDict, "The raw times of the last recorded step, for profiles.")
       .def(
-          "memory_trace",
-          [](const Executor& self) {
-            py::list trace;
-            for (const OpSample& s : self.record().samples)
-              trace.append(py::make_tuple(PrintOp(self.program(), self.program().op(s.op)), s.peak_bytes));
-            return trace;
+          "trace", [](const Executor& self) { return WriteChromeTrace(LastStep(self, 0, 1, 0)); },
+          "The last recorded step as a Chrome trace.")
+      .def(
+          "timeline",
+          [](const Executor& self, int32_t rank, int64_t world_size, int64_t origin_ns) {
+            return ValuesOf(LastStep(self, rank, world_size, origin_ns));
           },
-          "With the option trace_memory: (op, live bytes beside the persistent ones) for every op of the last step, in "
-          "order.");
-  module.def(
-      "merge_traces",
-      [](const std::vector<std::string>& parts) { return WriteChromeTrace(Checked(MergeTimelineJson(parts))); },
-      py::arg("parts"), "One Chrome trace from the JSON traces of all ranks.");
+          py::arg("rank"), py::arg("world_size"), py::arg("origin_ns"),
+          "The last recorded step, for merge_traces. origin_ns: the clock's reading that becomes zero.")
+      .def("times", &TimesOf, py::arg("origin_ns"), "Begins and ends of the last recorded step, for _core.Measured.")
+      .def("record", &RecordDict, "The raw times of the last recorded step, for profiles.");
+  module.def("merge_traces", &MergedTrace, py::arg("timelines"), "One Chrome trace from the timelines of all ranks.");
   module.def("profile_plan", &PlanDict, py::arg("text"), "What `record` says of ops, for every op of a program text.");
   module.def("estimate_ops", &Estimates, py::arg("text"), py::arg("profile"), py::arg("cluster"),
              "Microseconds by profile key of the ops that a profile lacks.");

@@ -76,7 +76,7 @@ Timeline TimelineOf(const Program& program, const StepRecord& record, int32_t ra
     out.events.push_back(EventOf(program, sample, rank, origin_ns, lane_end));
   }
   TraceCounterTrack& memory = out.counters.emplace_back();
-  memory.name = "memory: live bytes";
+  memory.name = kLiveBytes;
   std::map<ValueId, int32_t> in_flight;  // value → event of the transfer that makes it
   int32_t run = 0;
   double last_bytes = -1;

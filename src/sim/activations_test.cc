@@ -5,7 +5,7 @@
 #include "ir/verifier.h"
 #include "sim/simulate.h"
 #include "sim/testing/random_step.h"
-#include "trace/json.h"
+#include "trace/testing/read_json.h"
 
 namespace interlace {
 namespace {

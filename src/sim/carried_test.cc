@@ -8,7 +8,7 @@
 #include "sim/report_data.h"
 #include "sim/simulate.h"
 #include "sim/testing/random_step.h"
-#include "trace/json.h"
+#include "trace/testing/read_json.h"
 
 namespace interlace {
 namespace {

@@ -5,11 +5,11 @@
 #include <iterator>
 #include <random>
 
-#include "sim/simulate.h"
+#include "sim/testing/simulate_text.h"
 #include "trace/chrome_trace.h"
-#include "trace/json.h"
 #include "trace/memory_snapshot.h"
 #include "trace/testing/check_trace.h"
+#include "trace/testing/read_json.h"
 
 namespace interlace {
 namespace {

@@ -1,7 +1,6 @@
 #include "sim/simulate.h"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 
 #include "base/suggest.h"
@@ -166,28 +165,6 @@ Result<std::string> SimulationSnapshot(const Simulation& s) {
     all.insert(all.end(), std::make_move_iterator(events.begin()), std::make_move_iterator(events.end()));
   }
   return WriteMemorySnapshot(all);
-}
-
-Result<std::string> SimulateText(std::string_view program_text, std::string_view cluster_text,
-                                 std::string_view profile_text, std::string_view output,
-                                 const SimulateOptions& options) {
-  static constexpr std::string_view kOutputs[] = {"json", "summary", "trace", "snapshot"};
-  if (std::find(std::begin(kOutputs), std::end(kOutputs), output) == std::end(kOutputs)) {
-    return MakeError("unknown output '", output, "'", DidYouMean(output, {std::begin(kOutputs), std::end(kOutputs)}),
-                     " (json, summary, trace, snapshot)");
-  }
-  INTERLACE_ASSIGN(Program program, Parse(program_text, "program"));
-  INTERLACE_TRY(Verify(program));  // the engine relies on the rules
-  INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, "cluster"));
-  ProfileTable table;
-  if (!profile_text.empty()) {
-    INTERLACE_ASSIGN(table, ParseProfile(profile_text, "profile"));
-  }
-  INTERLACE_ASSIGN(Simulation simulation, Simulate(program, cluster, profile_text.empty() ? nullptr : &table, options));
-  if (output == "json") return SimulationJson(simulation);
-  if (output == "summary") return SimulationSummary(simulation);
-  if (output == "trace") return SimulationTrace(simulation);
-  return SimulationSnapshot(simulation);
 }
 
 }  // namespace interlace

@@ -85,10 +85,4 @@ Result<ArenaPicture> PictureOf(const Simulation& simulation, const RankRecord& r
 std::string SimulationTrace(const Simulation& simulation, int32_t rank = -1);
 Result<std::string> SimulationSnapshot(const Simulation& simulation);
 
-// All of it as texts, for bindings and tools. `cluster_text` is a file's text or a preset's name; `profile_text` may be
-// "". `output` is "json", "summary", "trace" or "snapshot".
-Result<std::string> SimulateText(std::string_view program_text, std::string_view cluster_text,
-                                 std::string_view profile_text, std::string_view output,
-                                 const SimulateOptions& options);
-
 }  // namespace interlace

@@ -62,7 +62,7 @@ void AddRank(Timeline& out, const Lowered& lowered, const MemoryCurve& memory, c
     }
   }
   TraceCounterTrack& live = out.counters.emplace_back();
-  live.name = "memory: live bytes";
+  live.name = kLiveBytes;
   std::vector<int32_t> in_flight(program.num_values(), -1);
   std::map<std::pair<std::string_view, int64_t>, int32_t> saved;  // by name and micro-batch
   int64_t last_bytes = -1;

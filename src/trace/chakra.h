@@ -12,8 +12,6 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <variant>
 #include <vector>
 

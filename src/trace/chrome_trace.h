@@ -8,7 +8,6 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 
 #include "base/result.h"
 #include "trace/timeline.h"

@@ -1,19 +1,18 @@
-// json.h — writing and reading JSON: what the trace formats need, no more.
+// json.h — writing JSON: what the trace formats need, no more.
 //
-// The writer puts commas and quotes where they belong; the reader is for our own checkers and tests. Text that is no
-// UTF-8 is written with U+FFFD in place of the bad bytes, so that what we write is always valid JSON.
+// The writer puts commas and quotes where they belong. Text that is no UTF-8 is written with U+FFFD in place of the bad
+// bytes, so that what we write is always valid JSON.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
-
-#include "base/result.h"
 
 namespace interlace {
 
+// Length of the valid UTF-8 sequence at the start of `text`, or 0.
+size_t Utf8Length(std::string_view text);
 // Appends `text` as a JSON string with its quotes.
 void AppendJsonString(std::string& out, std::string_view text);
 // Appends the shortest number that reads back to the same double; null when it is not finite (JSON has no word for it).
@@ -59,29 +58,5 @@ class JsonWriter {
   std::string closers_;  // of what is open
   bool need_comma_ = false;
 };
-
-struct JsonField;
-
-// A parsed value. Objects keep the order of their keys.
-struct Json {
-  enum class Kind : uint8_t { kNull, kBool, kNumber, kString, kArray, kObject };
-  Kind kind = Kind::kNull;
-  bool boolean = false;
-  double number = 0;
-  std::string text;
-  std::vector<Json> items;
-  std::vector<JsonField> fields;
-  // The field of that name, or nullptr.
-  const Json* Find(std::string_view key) const;
-  bool is(Kind k) const { return kind == k; }
-};
-
-struct JsonField {
-  std::string key;
-  Json value;
-};
-
-// Error: not JSON (with line and column), nested deeper than 100, a key given twice.
-Result<Json> ParseJson(std::string_view text);
 
 }  // namespace interlace

@@ -53,8 +53,9 @@ struct TraceCounter {
   int64_t time_ns = 0;
   double value = 0;
 };
+inline constexpr std::string_view kLiveBytes = "memory: live bytes";
 struct TraceCounterTrack {
-  std::string name;  // "memory: live bytes"
+  std::string name;
   std::vector<TraceCounter> samples;
 };
 

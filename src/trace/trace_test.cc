@@ -6,6 +6,7 @@
 #include "trace/json.h"
 #include "trace/memory_snapshot.h"
 #include "trace/testing/check_trace.h"
+#include "trace/testing/read_json.h"
 
 namespace interlace {
 namespace {

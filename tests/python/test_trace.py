@@ -78,11 +78,11 @@ def test_one_rank_every_op_once_a_run() -> None:
         assert len(record["samples"]) == executor.stats()["instructions"]
         inside = sum(seconds for _, _, seconds, *_ in record["samples"])
         assert 0 < inside <= record["seconds"]
-        _core.testing.check_chrome_trace(executor.trace("chrome"))
+        _core.testing.check_chrome_trace(executor.trace())
         executor.set_trace("off")
         trainer.step(batch)
         with pytest.raises(ValueError, match='call set_trace\\("on"\\)'):
-            executor.trace("chrome")
+            executor.trace()
         with pytest.raises(ValueError, match="did you mean"):
             executor.set_trace("seriel")
 

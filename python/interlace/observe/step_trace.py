@@ -74,7 +74,7 @@ class TraceFiles:
 
         wanted: list[tuple[Path, Callable[[], bytes]]] = []
         if self.chrome is not None:
-            wanted.append((Path(self.chrome), lambda: _runtime.merge_traces([r["json"] for r in records]).encode()))
+            wanted.append((Path(self.chrome), lambda: _runtime.merge_traces([r["timeline"] for r in records]).encode()))
 
         @functools.cache
         def measured() -> Any:
@@ -106,7 +106,7 @@ def write_trace(executor: Any, peers: Peers, text: str, files: TraceFiles) -> st
     origin = min(begins) - offset  # the earliest begin, read on this rank's own clock, is zero
     record: dict[str, Any] = {}
     if files.chrome is not None:
-        record["json"] = executor.trace("json", peers.rank, peers.size, origin)
+        record["timeline"] = executor.timeline(peers.rank, peers.size, origin)
     if files.chakra is not None or files.snapshot is not None:
         record["times"] = executor.times(origin)
     records = peers.groups.gather_objects(record)

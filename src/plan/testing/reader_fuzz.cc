@@ -17,8 +17,8 @@
 #include "plan/model_text.h"
 #include "plan/plan_text.h"
 #include "plan/testing/write_model.h"
-#include "sim/simulate.h"
-#include "trace/json.h"
+#include "sim/testing/simulate_text.h"
+#include "trace/testing/read_json.h"
 
 namespace interlace {
 namespace {

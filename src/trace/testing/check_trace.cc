@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "trace/json.h"
+#include "trace/testing/read_json.h"
 
 namespace interlace {
 namespace {
