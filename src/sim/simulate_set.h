@@ -1,8 +1,6 @@
 // simulate_set.h — predicts a step of a pipeline (ir/program_set.h): all stages together, each with its own program.
 //
-//   Result<SetSimulation> s = SimulateSet(set, cluster, &profile, {});       everything about one set
-//   Result<SetModel> m = SetModel::Create(set, cluster, &profile, {});       what each op takes, looked up once,
-//   m->Predict(orders)                                                      for as many orders of the runs as one likes
+//   Result<SetSimulation> s = SimulateSet(set, cluster, &profile, {});
 //
 // The ranks of a stage that are alike are simulated as one. They are where every host of a stage has the same ranks of
 // the same stages, and ranks send to other stages only.
@@ -11,7 +9,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "cost/cost_model.h"
@@ -29,13 +26,6 @@ struct SetOptions {
   bool foreign = false;      // use a profile of another machine, and mark the result
 };
 
-// A run of a phase: its index in Program::phases, and the first micro-batch (kNone: it runs once a step).
-struct StageRun {
-  int32_t phase = 0;
-  int64_t micro_batch = kNone;
-};
-using StageOrder = std::vector<StageRun>;  // of a step
-
 // Where the time of a stage goes, on its first rank; the sum is that of the step. Of a wait, what passes until the
 // other side has begun is the other's; then the transfer's.
 struct StageUse {
@@ -51,21 +41,14 @@ struct StageUse {
   int64_t Sum() const { return compute_ps + optimizer_ps + Bubble(); }
 };
 
-struct SetPrediction {
-  int64_t makespan_ps = 0;
-  std::vector<StageUse> use;        // by stage
-  std::vector<int64_t> peak_bytes;  // by stage
-};
-
 struct SetSimulation {
   ClusterSpec cluster;
   std::vector<std::string> files;                // of the stages
   std::vector<std::unique_ptr<Lowered>> stages;  // their programs
   EngineInput input;
   EngineOutput output;
-  std::vector<int32_t> stage_of;    // by simulated rank
-  std::vector<int32_t> first_rank;  // by stage: a simulated one
-  int64_t ranks = 1;                // of the mesh
+  std::vector<int32_t> stage_of;  // by simulated rank
+  int64_t ranks = 1;              // of the mesh
   std::vector<StageUse> use;
   std::vector<MemoryCurve> memory;
   std::vector<PathPiece> path;
@@ -75,41 +58,8 @@ struct SetSimulation {
   int64_t makespan_ps() const { return output.makespan_ps; }
 };
 
-class SetModel {
- public:
-  // `set` is checked, and it and the profile outlive the model. Error: of the cost model, with the stage; a profile of
-  // another machine; too many ops.
-  static Result<SetModel> Create(const ProgramSet& set, const ClusterSpec& cluster, const ProfileTable* profile,
-                                 const SetOptions& options);
-  // In the programs' own orders. Error: of the engine.
-  Result<SetSimulation> Simulate() const;
-  // In other orders, one for each stage, in which what phases hand on, save and load fits as in the programs' own.
-  // Error: stages that wait for one another for ever.
-  Result<SetPrediction> Predict(const std::vector<StageOrder>& orders) const;
-  // The programs' own.
-  std::vector<StageOrder> Orders() const;
-
- private:
-  // Bytes of a phase, for the peak of any order.
-  struct PhaseBytes {
-    int64_t peak = 0, loads = 0, saves = 0;
-  };
-  explicit SetModel(const ProgramSet& set) : set_(&set) {}
-  Status AddStage(size_t stage, const ClusterSpec& cluster, const ProfileTable* profile);
-  void FoldRanks();
-  EngineInput InputOf(const std::vector<const Lowered*>& stages) const;
-  int64_t PeakOf(size_t stage, const Lowered& lowered) const;
-
-  const ProgramSet* set_;
-  std::vector<CostModel> models_;  // by stage
-  std::vector<Lowered> lowered_;
-  std::vector<std::vector<PhaseBytes>> bytes_;  // by stage and distinct phase
-  std::optional<EngineInput::Stages> folded_;
-  std::vector<int32_t> stage_of_, first_rank_;
-  std::string fingerprint_;
-  bool foreign_ = false;
-};
-
+// `set` is checked. Error: of the cost model, with the stage; of the engine; a profile of another machine; too many
+// ops.
 Result<SetSimulation> SimulateSet(const ProgramSet& set, const ClusterSpec& cluster, const ProfileTable* profile,
                                   const SetOptions& options = {});
 
@@ -117,7 +67,8 @@ std::string SetSimulationJson(const SetSimulation& simulation);
 std::string SetSimulationSummary(const SetSimulation& simulation);
 Timeline SetTimeline(const SetSimulation& simulation);
 
-// As SimulateText: `output` is "json", "summary" or "trace". Error: also what CheckProgramSet finds.
+// All of it as text, for bindings. `cluster_text` is a file's text or a preset's name; `profile_text` may be "".
+// `output` is "json", "summary" or "trace". Error: also what CheckProgramSet finds.
 Result<std::string> SimulateSetText(const ProgramSet& set, std::string_view cluster_text, std::string_view profile_text,
                                     std::string_view output, const SetOptions& options);
 

@@ -170,34 +170,6 @@ TEST(SimulateSet, OneStageIsTheProgram) {
   }
 }
 
-TEST(SimulateSet, AnyOrderOfAModel) {
-  const std::string other = "f0 b0 f1 b1 f2 b2 f3 b3 ";
-  const ProgramSet set = SetOf({testing::FirstStage(testing::k1F1BOfTwo), testing::SecondStage()});
-  const ProgramSet reordered = SetOf({testing::FirstStage(other), testing::SecondStage()});
-  Result<SetModel> model = SetModel::Create(set, RoundCluster(4, 4), nullptr, {});
-  ASSERT_TRUE(model.ok()) << ErrorOf(model);
-  Result<SetModel> other_model = SetModel::Create(reordered, RoundCluster(4, 4), nullptr, {});
-  ASSERT_TRUE(other_model.ok()) << ErrorOf(other_model);
-  for (const SetModel* orders : {&*model, &*other_model}) {
-    const Result<SetSimulation> full = orders->Simulate();
-    ASSERT_TRUE(full.ok()) << ErrorOf(full);
-    const Result<SetPrediction> predicted = model->Predict(orders->Orders());
-    ASSERT_TRUE(predicted.ok()) << ErrorOf(predicted);
-    EXPECT_EQ(predicted->makespan_ps, full->makespan_ps());
-    for (size_t stage = 0; stage < 2; ++stage) {
-      EXPECT_EQ(predicted->peak_bytes[stage], full->memory[stage].peak.bytes);
-      EXPECT_EQ(predicted->use[stage].Sum(), full->use[stage].Sum());
-      EXPECT_EQ(predicted->use[stage].behind_ps, full->use[stage].behind_ps);
-    }
-  }
-  std::vector<StageOrder> orders = model->Orders();
-  orders[1].pop_back();
-  orders[1].pop_back();
-  EXPECT_EQ(ErrorOf(model->Predict(orders)).substr(0, 23), "stage 0 waits for ever ");
-  orders.pop_back();
-  EXPECT_EQ(ErrorOf(model->Predict(orders)), "the set has 2 stages, got orders of 1");
-}
-
 TEST(SimulateSet, Texts) {
   const ProgramSet set = SetOf(Chain());
   const auto text = [&](const std::string& output, const std::string& cluster = "h100-80gb-2") {
