@@ -164,9 +164,6 @@ class ModelReader {
 std::string_view RoleName(Role role) {
   return kRoleNames[static_cast<int>(role)];
 }
-std::string_view KindName(ParallelParameter::Kind kind) {
-  return kKindNames[static_cast<int>(kind)];
-}
 
 Result<ModelText> ReadModelText(std::string_view text, std::string_view file) {
   return ModelReader(text, file).Run();

@@ -34,7 +34,6 @@ struct ParallelParameter {
   int64_t blocks = 1;  // of fused weights each of so many equal blocks is cut
   std::string name;
 };
-std::string_view KindName(ParallelParameter::Kind kind);  // "column", "row", "vocabulary"
 
 struct ModelText {
   std::string name, family;

@@ -11,7 +11,6 @@
 #pragma once
 
 #include <array>
-#include <vector>
 
 #include "base/result.h"
 #include "ir/program.h"

@@ -44,7 +44,7 @@ double Together(const StageParts& parts, const std::array<double, 4>& alone) {
   return alone[0] + alone[1] + alone[2] + alone[3];
 }
 
-StageTimes TimesOf(const StageParts& parts, const Strategy& s) {
+std::array<double, kPhases> PhaseTimes(const StageParts& parts, const Strategy& s, Explanation* explain) {
   const LayerCost& block = parts.of(Role::kBlock).cost;
   const double kept = s.layers - s.full - s.selective;
   const double block_saved =
@@ -66,17 +66,31 @@ StageTimes TimesOf(const StageParts& parts, const Strategy& s) {
       const double n = role == Role::kBlock ? s.layers : 1, early = n - opens, late = n - closes;
       double compute =
           n * (layer.compute_us + layer.update_us) + early * layer.gather.core_us + late * layer.reduce.core_us;
-      double exposed =
-          n * layer.tp_us + opens * (layer.in_us + layer.gather.us) + closes * (layer.out_us + layer.reduce.us);
+      double recompute_tp = 0;
       if (backward && role == Role::kBlock) {
         compute += s.full * block.recompute_full_us + s.selective * block.recompute_selective_us;
-        exposed += s.full * block.tp_recompute_full_us + s.selective * block.tp_recompute_selective_us;
+        recompute_tp = s.full * block.tp_recompute_full_us + s.selective * block.tp_recompute_selective_us;
       }
-      total[p] += exposed + Together(parts, {compute, early * layer.gather.us + late * layer.reduce.us,
-                                             early * layer.in_us, late * layer.out_us});
+      const std::array<double, 4> alone = {compute, early * layer.gather.us + late * layer.reduce.us,
+                                           early * layer.in_us, late * layer.out_us};
+      const double tensor_parallel = n * layer.tp_us + recompute_tp;
+      const double exposed = opens * (layer.in_us + layer.gather.us) + closes * (layer.out_us + layer.reduce.us);
+      total[p] += exposed + tensor_parallel + Together(parts, alone);
+      if (explain == nullptr) continue;
+      Explanation::Phase& row = explain->phases[p];
+      for (size_t c = 0; c < alone.size(); ++c) row.alone_us[c] += alone[c];
+      row.tensor_parallel_us += tensor_parallel, row.exposed_us += exposed;
     }
+    if (explain == nullptr) continue;
+    static constexpr const char* kNames[] = {"first forward", "forward", "backward", "last backward"};
+    explain->phases[p].name = kNames[p], explain->phases[p].total_us = total[p];
   }
-  return {total[kForward] + total[kBackward], total[kForwardFirst] + total[kBackwardLast]};
+  return total;
+}
+
+StageTimes TimesOf(const StageParts& parts, const Strategy& s) {
+  const std::array<double, kPhases> us = PhaseTimes(parts, s);
+  return {us[kForward] + us[kBackward], us[kForwardFirst] + us[kBackwardLast]};
 }
 
 StageHolds HoldsOf(const StageParts& parts, const Strategy& s) {
@@ -174,6 +188,26 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
       {"working peak of a layer", at.work, 0},
       {"buffers to neighbour stages", all.neighbours, 0},
   };
+  return out;
+}
+
+StageCost StageModel::CostOf(const Strategy& strategy) const {
+  const StageParts& parts = *state_->Find(strategy);
+  const StageBytes bytes = CountBytes(parts, strategy);
+  const std::array<double, kPhases> us = PhaseTimes(parts, strategy);
+  const double stable = us[kForward] + us[kBackward];
+  return {stable, us[kForwardFirst] + us[kBackwardLast] - stable, bytes.peak_forward, bytes.peak_backward, bytes.host};
+}
+
+PassTimes StageModel::PassesOf(const Strategy& strategy) const {
+  const std::array<double, kPhases> us = PhaseTimes(*state_->Find(strategy), strategy);
+  return {us[kForward], us[kBackward], us[kForwardFirst] - us[kForward], us[kBackwardLast] - us[kBackward]};
+}
+
+Explanation StageModel::Explain(const Strategy& strategy) const {
+  Explanation out;
+  CountBytes(*state_->Find(strategy), strategy, &out);
+  PhaseTimes(*state_->Find(strategy), strategy, &out);
   return out;
 }
 

@@ -153,11 +153,6 @@ const StageOptions& StageModel::options() const {
   return state_->options;
 }
 
-bool StageModel::Fits(const StageCost& cost) const {
-  return std::max(cost.peak_forward, cost.peak_backward) <= state_->options.device_bytes &&
-         cost.host_bytes <= state_->host_share;
-}
-
 namespace {
 
 Status CheckOptions(const StageOptions& options) {

@@ -95,11 +95,10 @@ class StageModel {
 
   // Error: a strategy outside what Create prepared, more recomputed blocks than blocks, a ratio outside 0 to 1.
   Status Check(const Strategy& strategy) const;
-  // Counted layer by layer (reference_cost.cc), for a strategy that passes Check.
+  // For a strategy that passes Check.
   StageCost CostOf(const Strategy& strategy) const;
   PassTimes PassesOf(const Strategy& strategy) const;
   Explanation Explain(const Strategy& strategy) const;
-  bool Fits(const StageCost& cost) const;
 
   // The strategies that no other beats in both t and t + d. The step's time, (G-1) max t + max_i (t_i + d_i + sum of
   // later t), grows with both and with nothing else, so this part of the Pareto set of (t, d) loses no plan. Empty:

@@ -82,9 +82,10 @@ LayerPhase PhaseOf(const StageParts& parts, const Strategy& strategy, StagePhase
 // Mist's Algorithm 1: the time of compute, device-device, in and out that start together.
 double Together(const StageParts& parts, const std::array<double, 4>& alone);
 
-// Layer by layer; by phase.
-std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& strategy, Explanation* explain);
-// The same as closed sums over equal layers, to rounding: what the search compares.
+// By phase, as closed sums over equal layers.
+std::array<double, kPhases> PhaseTimes(const StageParts& parts, const Strategy& strategy,
+                                       Explanation* explain = nullptr);
+// What the search compares.
 struct StageTimes {
   double stable_us = 0, total_us = 0;  // t, t + d
 };

@@ -1,8 +1,9 @@
-// count_layers.h — the memory of a stage counted layer by layer: the referee of CountBytes, which knows how many layers
-// are alike.
+// count_layers.h — the memory and times of a stage counted layer by layer: the referee of CountBytes and PhaseTimes,
+// which know how many layers are alike.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "plan/stage_parts.h"
@@ -117,6 +118,48 @@ inline StageBytes CountLayerByLayer(const StageParts& parts, const Strategy& s) 
   out.peak_backward = always + backward.total + gathered_gradients + buffer_gradients;
   out.host = host_weights + host_gradients + host_states + OnHost(Product(s.in_flight, saved), s.activations_out);
   return out;
+}
+
+inline std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& s) {
+  const std::vector<CountedLayer> layers = LayersOf(s);
+  const LayerCost& block = parts.of(Role::kBlock).cost;
+  double block_saved = 0;  // mean: what the opening and the closing block have, as kinds are spread evenly
+  for (const CountedLayer& layer : layers) {
+    if (layer.role == Role::kBlock)
+      block_saved += static_cast<double>(SavedOf(parts.of(layer.role), layer.kind)) / s.layers;
+  }
+  std::array<double, kPhases> total{};
+  for (int p = 0; p < kPhases; ++p) {
+    const StagePhase phase = static_cast<StagePhase>(p);
+    const bool backward = phase == kBackward || phase == kBackwardLast;
+    std::array<std::array<double, 4>, kRoles> alone{};  // per role: compute, device-device, in, out
+    for (size_t i = 0; i < layers.size(); ++i) {
+      const auto [role, kind] = layers[i];
+      const bool last = i + 1 == layers.size(), opens = backward ? last : i == 0, closes = backward ? i == 0 : last;
+      const double saved = role == Role::kBlock ? block_saved : static_cast<double>(parts.of(role).cost.saved_kept);
+      const LayerPhase layer = PhaseOf(parts, s, phase, role, s.activations_out * saved);
+      auto& [compute, link, in, out] = alone[static_cast<int>(role)];
+      compute += layer.compute_us + layer.update_us;
+      total[p] += layer.tp_us;
+      if (backward && kind == Recomputed::kFull) {
+        compute += block.recompute_full_us, total[p] += block.tp_recompute_full_us;
+      } else if (backward && kind == Recomputed::kSelective) {
+        compute += block.recompute_selective_us, total[p] += block.tp_recompute_selective_us;
+      }
+      if (opens) {
+        total[p] += layer.in_us + layer.gather.us;
+      } else {
+        in += layer.in_us, link += layer.gather.us, compute += layer.gather.core_us;
+      }
+      if (closes) {
+        total[p] += layer.out_us + layer.reduce.us;
+      } else {
+        out += layer.out_us, link += layer.reduce.us, compute += layer.reduce.core_us;
+      }
+    }
+    for (const auto& amounts : alone) total[p] += Together(parts, amounts);
+  }
+  return total;
 }
 
 }  // namespace interlace::plan::testing

@@ -3,8 +3,6 @@
 // Sizes: activations of a block 34 s b h bytes without recomputation of attention kept (Korthikanti et al. 2023), bf16.
 #pragma once
 
-#include <algorithm>
-
 #include "plan/layer_cost.h"
 
 namespace interlace::plan::testing {

@@ -30,7 +30,8 @@ std::string WriteModelText(const ModelText& model) {
   }
   out += '\n';
   for (const ParallelParameter& cut : model.parallel) {
-    out += "parallel " + std::string(KindName(cut.kind)) + ' ' + std::to_string(cut.dim) + ' ';
+    static constexpr std::string_view kKinds[] = {"column", "row", "vocabulary"};
+    out += "parallel " + std::string(kKinds[static_cast<int>(cut.kind)]) + ' ' + std::to_string(cut.dim) + ' ';
     if (cut.blocks > 1) out += "blocks " + std::to_string(cut.blocks) + ' ';
     AppendQuoted(out, cut.name);
     out += '\n';
