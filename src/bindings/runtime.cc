@@ -81,9 +81,9 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
     static const std::vector<std::string_view> known = {
-        "rng",  "seed",   "debug",          "skip_nonfinite", "trace_memory", "opaque",
-        "tier", "arena",  "tier_bandwidth", "captured_here",  "regions",      "region_keys",
-        "say",  "cubins", "graph",          "device_graphs",  "join_updates", "own_kernels"};
+        "rng",    "seed",           "debug",         "skip_nonfinite", "opaque",      "tier",
+        "arena",  "tier_bandwidth", "captured_here", "regions",        "region_keys", "say",
+        "cubins", "graph",          "device_graphs", "join_updates",   "own_kernels"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -96,7 +96,6 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   options.seed = Take<uint64_t>(dict, "seed", 0);
   options.debug = Take<bool>(dict, "debug", false);
   options.arena = Take<bool>(dict, "arena", true);
-  options.trace_memory = Take<bool>(dict, "trace_memory", false);
   options.join_updates = Take<bool>(dict, "join_updates", true);
   options.own_kernels = Take<bool>(dict, "own_kernels", true);
   options.captured_here = Take<bool>(dict, "captured_here", false);
@@ -296,8 +295,6 @@ PYBIND11_MODULE(_runtime, m) {
           },
           py::arg("micro_batches"), py::arg("step"), py::arg("stop_at") = "",
           "Runs the micro-batches op by op without an update; describes every floating result.")
-      .def("gather_unit", &Unlocked<&Executor::GatherUnit>::Call, py::arg("unit"),
-           "The full flat buffer of a unit; every rank must call it.")
       .def("leave", &Executor::Leave, py::call_guard<py::gil_scoped_release>(),
            "Closes this rank's connections: ranks that wait for it hear of it at once. Nothing can run afterwards.")
       .def(

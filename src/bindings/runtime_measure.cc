@@ -67,14 +67,6 @@ void BindMeasure(py::module_& m) {
       .def(
           "wait", [](Comm& c, int64_t ticket) { Unwrap(c.Wait(ticket)); }, no_gil)
       .def("progress", &Comm::Progress, no_gil, "Moves what can be moved without waiting.")
-      .def("set_recording", &Comm::SetRecording, py::arg("on"))
-      .def(
-          "take_seconds",
-          [](Comm& c, int64_t ticket) {
-            const Comm::Times times = c.TakeTimes(ticket);
-            return static_cast<double>(times.end_ns - times.queued_ns) / 1e9;
-          },
-          "Seconds from the issue of a recorded operation, which was waited for, to its end.")
       .def("stats", [](const Comm& c) {
         const Comm::Stats s = c.stats();
         py::dict out;

@@ -1,7 +1,5 @@
 #include "runtime/comm.h"
 
-#include <set>
-
 #include "runtime/comm_impl.h"
 
 namespace interlace {
@@ -22,63 +20,6 @@ Span SpanOf(const at::Tensor& t) {
 bool Overlap(const Span& a, const Span& b) {
   return a.begin < b.end && b.begin < a.end;
 }
-
-// One rank alone.
-class LocalComm final : public Comm {
- public:
-  explicit LocalComm(AxisSpec spec) : spec_(std::move(spec)) {}
-
-  Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
-                             std::string label) override {
-    return Copy(CommKind::kGather, shards, fulls, label);
-  }
-  Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
-                             std::string label) override {
-    return Copy(CommKind::kReduce, flats, shards, label);
-  }
-  Result<Ticket> StartGridReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, const RankGrid&,
-                                 std::string label) override {
-    return Copy(CommKind::kReduce, flats, shards, label);
-  }
-  Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
-    return Copy(CommKind::kAllReduce, {value}, {value}, label);
-  }
-  Result<Ticket> StartAllToAll(at::Tensor from, at::Tensor to, std::string label) override {
-    return Copy(CommKind::kAllToAll, {from}, {to}, label);
-  }
-  Result<Ticket> StartBroadcast(at::Tensor value, int64_t, std::string label) override {
-    return Copy(CommKind::kBroadcast, {value}, {value}, label);
-  }
-  Result<Ticket> StartSend(at::Tensor, int64_t peer, std::string label) override { return NoPeer(peer, label); }
-  Result<Ticket> StartRecv(at::Tensor, int64_t peer, std::string label) override { return NoPeer(peer, label); }
-  Status Wait(Ticket ticket) override {
-    if (open_.erase(ticket) == 0)
-      return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
-    return Ok{};
-  }
-  Stats stats() const override { return stats_; }
-  const AxisSpec& spec() const override { return spec_; }
-
- private:
-  Error NoPeer(int64_t peer, const std::string& label) const {
-    return MakeError(label, " on axis ", spec_.name, ": there is no rank ", peer, ", this one is alone");
-  }
-  Result<Ticket> Copy(CommKind kind, const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to,
-                      const std::string& label) {
-    INTERLACE_TRY(CheckCollective(kind, spec_, from, to, label));
-    for (size_t i = 0; i < from.size(); ++i) {
-      if (from[i].const_data_ptr() != to[i].const_data_ptr()) to[i].copy_(from[i]);
-    }
-    ++stats_.calls;
-    open_.insert(next_ticket_);
-    return next_ticket_++;
-  }
-
-  const AxisSpec spec_;
-  Ticket next_ticket_ = 1;
-  std::set<Ticket> open_;
-  Stats stats_;
-};
 
 }  // namespace
 
@@ -117,17 +58,12 @@ Status CheckCollective(CommKind kind, const AxisSpec& spec, const std::vector<at
   return Ok{};
 }
 
-std::unique_ptr<Comm> MakeLocalComm(const AxisSpec& spec) {
-  return std::make_unique<LocalComm>(spec);
-}
-
 Result<std::unique_ptr<Comm>> Comm::Create(const AxisSpec& spec, double timeout_s) {
   if (spec.size < 1 || spec.rank < 0 || spec.rank >= spec.size) {
     return MakeError("axis ", spec.name, ": rank ", spec.rank, " of ", spec.size, " is not a rank");
   }
   if (!(timeout_s > 0))
     return MakeError("axis ", spec.name, ": the timeout must be a positive number of seconds, not ", timeout_s);
-  if (spec.size == 1) return MakeLocalComm(spec);
   if (spec.backend == "tcp") return MakeTcpComm(spec, timeout_s);
   if (spec.backend == "nccl" || spec.backend == "native") return MakeNativeComm(spec, timeout_s);
   return MakeError("axis ", spec.name, ": backend \"", spec.backend, "\" is not supported for ", spec.size,

@@ -1,4 +1,4 @@
-// comm_impl.h — the three implementations behind Comm::Create, and what they share.
+// comm_impl.h — the two implementations behind Comm::Create, and what they share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,6 @@ namespace interlace {
 
 enum class CommKind { kGather, kReduce, kAllReduce, kAllToAll, kBroadcast, kSend, kRecv };
 
-// One rank alone: copies where places differ, nothing where they do not. Any device.
-std::unique_ptr<Comm> MakeLocalComm(const AxisSpec& spec);
 // The process group's own collectives (NCCL and its like); on return from Wait the current stream waits for the result.
 Result<std::unique_ptr<Comm>> MakeNativeComm(const AxisSpec& spec, double timeout_s);
 // Transfers between each two ranks over TCP (the room transport).

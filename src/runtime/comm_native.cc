@@ -1,7 +1,6 @@
 // comm_native.cc — the process group's own collectives, by the names that every torch since 2.0 has.
 #include <algorithm>
 #include <exception>
-#include <iterator>
 #include <map>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

@@ -3,8 +3,6 @@
 // streams are opaque pointers, devices are numbers. A test compares this with cuda.h where there is one.
 #pragma once
 
-#include <string>
-
 #include "base/result.h"
 
 namespace interlace {

@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 

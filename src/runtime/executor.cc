@@ -76,10 +76,6 @@ void Executor::JoinTransfers() {
   }
 }
 
-TraceMode Executor::TraceOfThisStep() const {
-  return trace_mode_ == TraceMode::kOff && options_.trace_memory && device_.is_cpu() ? TraceMode::kOn : trace_mode_;
-}
-
 size_t Executor::CountInstructions() const {
   size_t instructions = 0, entry = 0;
   for (const auto& [phase, count] : program_.RunOrder()) {
@@ -125,7 +121,7 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
     use_.device_bytes = recorder_.TakeDeviceBytes();
   }
   recorder_.BeginOnDevice();
-  const TraceMode trace = TraceOfThisStep();
+  const TraceMode trace = trace_mode_;
   recorder_.Begin(trace, trace == TraceMode::kOff ? 0 : CountInstructions(), store_.bytes() + const_bytes_,
                   live_before);
   frame.hyper = &hyper;
@@ -240,29 +236,6 @@ Result<DebugReport> Executor::DebugStep(MicroBatches micro_batches, int64_t step
   runner_.DropTemporaries(arena_.slots_of_turn());
   if (!status.ok()) return status.error();
   return std::move(inspector.report);
-}
-
-Result<at::Tensor> Executor::GatherUnit(UnitId id) {
-  if (id < 0 || id >= static_cast<UnitId>(program_.units.size())) return MakeError("the program has no unit u", id);
-  INTERLACE_TRY(Flush());
-  const Unit& unit = program_.units[id];
-  const ValueId full = program_.FindState(id, "full");
-  if (full != kNone) return TensorOf(full);
-  const ValueId shard = program_.FindState(id, "shard");
-  if (shard == kNone) return MakeError("unit u", id, " has neither a shard nor a full buffer");
-  const auto comm = comms_.find(unit.axis);
-  INTERLACE_ASSIGN(const at::Tensor own, TensorOf(shard));
-  if (comm == comms_.end()) return own;
-  StepScope scope(device_);
-  Geometry g = geometry_[shard];
-  g.sizes = {unit.numel};
-  g.strides = {1};
-  g.elements = g.span = unit.numel;
-  g.offset = 0;
-  at::Tensor out = Allocate(g, device_, false);
-  INTERLACE_ASSIGN(const Ticket ticket, comm->second->StartGather({own}, {out}, "gather_unit u" + std::to_string(id)));
-  INTERLACE_TRY(comm->second->Wait(ticket));
-  return out;
 }
 
 }  // namespace interlace

@@ -89,8 +89,6 @@ class Executor {
   // Stops after the last forward op of the module `stop_at` in the first micro-batch, if it is not empty. All ranks
   // must call it.
   Result<DebugReport> DebugStep(MicroBatches micro_batches, int64_t step, const std::string& stop_at);
-  // The full flat buffer of a unit; every rank of its axis must call it.
-  Result<at::Tensor> GatherUnit(UnitId unit);
   // Tells the other ranks that this one takes no more part: whoever waits for it gets an error at once.
   void Leave() {
     for (auto& [name, comm] : comms_) comm->Leave();
@@ -134,7 +132,6 @@ class Executor {
   Status BuildPlans(bool keep_operands, std::vector<Plan>& plans);
   Result<Plan> BuildPhase(const Phase& phase, const std::vector<at::Tensor>& fixed, bool keep_operands,
                           const std::vector<at::Tensor>* receive_buffers);
-  TraceMode TraceOfThisStep() const;
   size_t CountInstructions() const;
   // Runs the step with the observer that it needs.
   Status RunObserved(MicroBatches& micro_batches, int64_t step, DebugObserver* inspector);

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <vector>
 
 #include "base/clones.h"
 #include "runtime/kernel_loops.h"
@@ -82,72 +81,50 @@ template <typename T, typename F>
   }
 }
 
+// Of an op: its loop over the expression of its operands a, b and c.
+#define INTERLACE_UNARY(op, expression) \
+  case RuleCode::op:                    \
+    return Unary(                       \
+        out, x, n, [](T a) __attribute__((always_inline)) { return expression; });
+#define INTERLACE_BINARY(op, expression) \
+  case RuleCode::op:                     \
+    return Binary(                       \
+        out, x, n, [=](T a, T b) __attribute__((always_inline)) { return expression; });
+#define INTERLACE_TERNARY(op, loop, expression) \
+  case RuleCode::op:                            \
+    return loop(                                \
+        out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return expression; });
+
 // `k`: of an op that is scaled, its last operand.
 template <typename T>
 [[gnu::always_inline]] inline void RunOp(RuleCode code, T* out, const Source<T>* x, T k, int64_t n) {
   switch (code) {
-    case RuleCode::kCopy:
-      return Unary(
-          out, x, n, [](T a) __attribute__((always_inline)) { return a; });
-    case RuleCode::kNeg:
-      return Unary(
-          out, x, n, [](T a) __attribute__((always_inline)) { return -a; });
-    case RuleCode::kAbs:
-      return Unary(
-          out, x, n, [](T a) __attribute__((always_inline)) { return a < 0 ? -a : a + T(0); });
-    case RuleCode::kSign:
-      return Unary(
-          out, x, n, [](T a) __attribute__((always_inline)) { return T(a > 0) - T(a < 0); });
-    case RuleCode::kSqrt:
-      return Unary(
-          out, x, n, [](T a) __attribute__((always_inline)) { return std::sqrt(a); });
-    case RuleCode::kRsqrt:
-      return Unary(
-          out, x, n, [](T a) __attribute__((always_inline)) { return T(1) / std::sqrt(a); });
-    case RuleCode::kReciprocal:
-      return Unary(
-          out, x, n, [](T a) __attribute__((always_inline)) { return T(1) / a; });
+    INTERLACE_UNARY(kCopy, a)
+    INTERLACE_UNARY(kNeg, -a)
+    INTERLACE_UNARY(kAbs, a < 0 ? -a : a + T(0))
+    INTERLACE_UNARY(kSign, T(a > 0) - T(a < 0))
+    INTERLACE_UNARY(kSqrt, std::sqrt(a))
+    INTERLACE_UNARY(kRsqrt, T(1) / std::sqrt(a))
+    INTERLACE_UNARY(kReciprocal, T(1) / a)
     case RuleCode::kExp:
       return Unary(out, x, n, [](T a) { return std::exp(a); });
     case RuleCode::kLog:
       return Unary(out, x, n, [](T a) { return std::log(a); });
     case RuleCode::kTanh:
       return Unary(out, x, n, [](T a) { return std::tanh(a); });
-    case RuleCode::kMul:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return a * b; });
-    case RuleCode::kDiv:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return a / b; });
-    case RuleCode::kMax:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return a > b || a != a ? a : b; });
-    case RuleCode::kMin:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return a < b || a != a ? a : b; });
     case RuleCode::kPow:
       return Binary(out, x, n, [](T a, T b) { return std::pow(a, b); });
-    case RuleCode::kGt:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a > b); });
-    case RuleCode::kGe:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a >= b); });
-    case RuleCode::kLt:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a < b); });
-    case RuleCode::kLe:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a <= b); });
-    case RuleCode::kEq:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a == b); });
-    case RuleCode::kNe:
-      return Binary(
-          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a != b); });
-    case RuleCode::kAdd:
-      return Binary(
-          out, x, n, [=](T a, T b) __attribute__((always_inline)) { return a + k * b; });
+      INTERLACE_BINARY(kMul, a * b)
+      INTERLACE_BINARY(kDiv, a / b)
+      INTERLACE_BINARY(kMax, a > b || a != a ? a : b)
+      INTERLACE_BINARY(kMin, a < b || a != a ? a : b)
+      INTERLACE_BINARY(kGt, T(a > b))
+      INTERLACE_BINARY(kGe, T(a >= b))
+      INTERLACE_BINARY(kLt, T(a < b))
+      INTERLACE_BINARY(kLe, T(a <= b))
+      INTERLACE_BINARY(kEq, T(a == b))
+      INTERLACE_BINARY(kNe, T(a != b))
+      INTERLACE_BINARY(kAdd, a + k * b)
     case RuleCode::kLerp:
       if (x[2].data == nullptr) {
         const T weight = x[2].number;
@@ -164,17 +141,14 @@ template <typename T>
             const bool small = c < T(0.5) && c > T(-0.5);
             return (small ? a : b) + (small ? c : c - T(1)) * (b - a);
           });
-    case RuleCode::kWhere:
-      return Choice(
-          out, x, n, [](T a, T b, T c) __attribute__((always_inline)) { return a != 0 ? b : c; });
-    case RuleCode::kAddcmul:
-      return Product(
-          out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a + k * b * c; });
-    case RuleCode::kAddcdiv:
-      return Product(
-          out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a + k * b / c; });
+      INTERLACE_TERNARY(kWhere, Choice, a != 0 ? b : c)
+      INTERLACE_TERNARY(kAddcmul, Product, a + k * b * c)
+      INTERLACE_TERNARY(kAddcdiv, Product, a + k * b / c)
   }
 }
+#undef INTERLACE_UNARY
+#undef INTERLACE_BINARY
+#undef INTERLACE_TERNARY
 
 // One op over a piece: functions of their own, which the spans of several types share. A call for 256 elements costs
 // nothing, compiling all loops once more for each type of 16 bits took half of this file's time.

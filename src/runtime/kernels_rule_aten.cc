@@ -35,51 +35,20 @@ namespace interlace {
 
 namespace {
 
+using AtenUnary = at::Tensor (*)(const at::Tensor&);
+using AtenBinary = at::Tensor (*)(const at::Tensor&, const at::Tensor&);
+
+// By RuleCode, from kNeg and from kMul on.
+constexpr AtenUnary kUnary[] = {at::neg,        at::abs, at::sign, at::sqrt, at::rsqrt,
+                                at::reciprocal, at::exp, at::log,  at::tanh};
+constexpr AtenBinary kBinary[] = {at::mul, at::div, at::maximum, at::minimum, at::pow, at::gt,
+                                  at::ge,  at::lt,  at::le,      at::eq,      at::ne};
+
 // One op on whole tensors; numbers become tensors where the operator wants them.
 at::Tensor RunAten(const RuleOp& op, const std::vector<at::Tensor>& x, double k) {
   switch (op.code) {
     case RuleCode::kCopy:
       return x[0].clone();
-    case RuleCode::kNeg:
-      return at::neg(x[0]);
-    case RuleCode::kAbs:
-      return at::abs(x[0]);
-    case RuleCode::kSign:
-      return at::sign(x[0]);
-    case RuleCode::kSqrt:
-      return at::sqrt(x[0]);
-    case RuleCode::kRsqrt:
-      return at::rsqrt(x[0]);
-    case RuleCode::kReciprocal:
-      return at::reciprocal(x[0]);
-    case RuleCode::kExp:
-      return at::exp(x[0]);
-    case RuleCode::kLog:
-      return at::log(x[0]);
-    case RuleCode::kTanh:
-      return at::tanh(x[0]);
-    case RuleCode::kMul:
-      return at::mul(x[0], x[1]);
-    case RuleCode::kDiv:
-      return at::div(x[0], x[1]);
-    case RuleCode::kMax:
-      return at::maximum(x[0], x[1]);
-    case RuleCode::kMin:
-      return at::minimum(x[0], x[1]);
-    case RuleCode::kPow:
-      return at::pow(x[0], x[1]);
-    case RuleCode::kGt:
-      return at::gt(x[0], x[1]);
-    case RuleCode::kGe:
-      return at::ge(x[0], x[1]);
-    case RuleCode::kLt:
-      return at::lt(x[0], x[1]);
-    case RuleCode::kLe:
-      return at::le(x[0], x[1]);
-    case RuleCode::kEq:
-      return at::eq(x[0], x[1]);
-    case RuleCode::kNe:
-      return at::ne(x[0], x[1]);
     case RuleCode::kAdd:
       return at::add(x[0], x[1], k);
     case RuleCode::kLerp:
@@ -90,8 +59,11 @@ at::Tensor RunAten(const RuleOp& op, const std::vector<at::Tensor>& x, double k)
       return at::addcmul(x[0], x[1], x[2], k);
     case RuleCode::kAddcdiv:
       return at::addcdiv(x[0], x[1], x[2], k);
+    default:
+      break;
   }
-  return {};
+  if (op.code < RuleCode::kMul) return kUnary[static_cast<int>(op.code) - static_cast<int>(RuleCode::kNeg)](x[0]);
+  return kBinary[static_cast<int>(op.code) - static_cast<int>(RuleCode::kMul)](x[0], x[1]);
 }
 
 }  // namespace

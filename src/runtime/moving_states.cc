@@ -1,7 +1,6 @@
 #include "runtime/moving_states.h"
 
 #include <algorithm>
-#include <string>
 #include <unordered_set>
 
 #include "ir/op_table.h"

@@ -1,7 +1,6 @@
 // moving_states.h — the states of a program that may lie in the tier, and where each is between steps.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <utility>

@@ -37,7 +37,6 @@ struct RuntimeOptions {
   bool keyed_random = true;  // false: torch's default generator in program order
   uint64_t seed = 0;
   bool debug = false;         // examine every floating result; slow
-  bool trace_memory = false;  // remember the live bytes at every op of the last step
   bool arena = true;          // one arena for what comes and goes in a step (arena.h); not in debug runs
   DeviceGraphs device_graphs = DeviceGraphs::kOff;
   std::function<std::unique_ptr<DeviceGraph>()> make_graph;  // for devices of which torch's registry has none

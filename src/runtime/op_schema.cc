@@ -85,6 +85,12 @@ const c10::Type* Unwrap(const c10::Type& type, bool* optional) {
   return *optional ? type.expectRef<c10::OptionalType>().getElementType().get() : &type;
 }
 
+template <typename T>
+c10::IValue ListOf(const std::vector<c10::IValue>& values, c10::List<T> list) {
+  for (const c10::IValue& v : values) list.push_back(v.to<T>());
+  return c10::IValue(std::move(list));
+}
+
 // A literal that is no tensor, by the type the schema wants. nullopt: it does not fit.
 std::optional<c10::IValue> Convert(const Arg& arg, const c10::Type& wanted, c10::Device device) {
   bool optional = false;
@@ -141,21 +147,12 @@ std::optional<c10::IValue> Convert(const Arg& arg, const c10::Type& wanted, c10:
   }
   switch (element.kind()) {
     case c10::TypeKind::IntType:
-    case c10::TypeKind::SymIntType: {
-      c10::List<int64_t> list;
-      for (const c10::IValue& v : values) list.push_back(v.toInt());
-      return c10::IValue(std::move(list));
-    }
-    case c10::TypeKind::FloatType: {
-      c10::List<double> list;
-      for (const c10::IValue& v : values) list.push_back(v.toDouble());
-      return c10::IValue(std::move(list));
-    }
-    case c10::TypeKind::BoolType: {
-      c10::List<bool> list;
-      for (const c10::IValue& v : values) list.push_back(v.toBool());
-      return c10::IValue(std::move(list));
-    }
+    case c10::TypeKind::SymIntType:
+      return ListOf(values, c10::List<int64_t>());
+    case c10::TypeKind::FloatType:
+      return ListOf(values, c10::List<double>());
+    case c10::TypeKind::BoolType:
+      return ListOf(values, c10::List<bool>());
     default: {
       c10::impl::GenericList list(type.expectRef<c10::ListType>().getElementType());
       for (c10::IValue& v : values) list.push_back(std::move(v));

@@ -27,7 +27,6 @@
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "base/result.h"
 #include "runtime/device_times.h"

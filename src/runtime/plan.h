@@ -1,7 +1,6 @@
 // plan.h — a phase as the runtime runs it: a flat list of kernels, each with the slots to drop after it.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <vector>
 

@@ -4,11 +4,20 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
+#include <array>
 #include <sstream>
 
 namespace interlace {
 
 namespace {
+
+// In the order of DType.
+constexpr std::array<c10::ScalarType, 14> kScalarTypes = {
+    c10::kDouble,       c10::kFloat,         c10::kHalf,          c10::kBFloat16,   c10::kLong,
+    c10::kInt,          c10::kShort,         c10::kChar,          c10::kByte,       c10::kBool,
+    c10::kComplexFloat, c10::kComplexDouble, c10::kFloat8_e4m3fn, c10::kFloat8_e5m2};
+static_assert(kScalarTypes.size() == static_cast<size_t>(DType::kF8E5M2) + 1);
 
 std::string_view NameOf(c10::ScalarType type) {
   const std::optional<DType> dtype = DTypeOf(type);
@@ -31,44 +40,13 @@ c10::DispatchKeySet KeysOf(const c10::Storage& storage) {
 }  // namespace
 
 std::optional<DType> DTypeOf(c10::ScalarType type) {
-  for (int i = 0; i <= static_cast<int>(DType::kF8E5M2); ++i) {
-    if (ScalarTypeOf(static_cast<DType>(i)) == type) return static_cast<DType>(i);
-  }
-  return std::nullopt;
+  const auto found = std::ranges::find(kScalarTypes, type);
+  if (found == kScalarTypes.end()) return std::nullopt;
+  return static_cast<DType>(found - kScalarTypes.begin());
 }
 
 c10::ScalarType ScalarTypeOf(DType dtype) {
-  switch (dtype) {
-    case DType::kF64:
-      return c10::ScalarType::Double;
-    case DType::kF32:
-      return c10::ScalarType::Float;
-    case DType::kF16:
-      return c10::ScalarType::Half;
-    case DType::kBF16:
-      return c10::ScalarType::BFloat16;
-    case DType::kI64:
-      return c10::ScalarType::Long;
-    case DType::kI32:
-      return c10::ScalarType::Int;
-    case DType::kI16:
-      return c10::ScalarType::Short;
-    case DType::kI8:
-      return c10::ScalarType::Char;
-    case DType::kU8:
-      return c10::ScalarType::Byte;
-    case DType::kB8:
-      return c10::ScalarType::Bool;
-    case DType::kC64:
-      return c10::ScalarType::ComplexFloat;
-    case DType::kC128:
-      return c10::ScalarType::ComplexDouble;
-    case DType::kF8E4M3:
-      return c10::ScalarType::Float8_e4m3fn;
-    case DType::kF8E5M2:
-      return c10::ScalarType::Float8_e5m2;
-  }
-  return c10::ScalarType::Undefined;
+  return kScalarTypes[static_cast<size_t>(dtype)];
 }
 
 int64_t Geometry::end_bytes() const {

@@ -1,9 +1,9 @@
 // tensors.h — how an op that is carried out later finds its operands: CPU tensors over the bytes of device memory.
 #pragma once
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <string>
 #include <vector>
 
 #include "engine.h"

@@ -8,6 +8,7 @@ from typing import Any
 import on_device
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -102,14 +103,26 @@ class Run:
 
     def params(self) -> dict[str, torch.Tensor]:
         out = {}
+        states = {(s["unit"], s["role"]): s["value"] for s in self.program.states()}
         for p in self.program.params():
             if p["unit"] is None:
                 out[p["name"]] = self.executor.tensor(p["value"])
             else:
-                full, at = self.executor.gather_unit(p["unit"]), p["unit_offset"]
+                full, at = self._whole(states, p["unit"]), p["unit_offset"]
                 like = self.captured.tensors[p["name"]]
                 out[p["name"]] = full[at : at + like.numel()].view(like.shape)
         return out
+
+    def _whole(self, states: dict[tuple[int, str], int], unit: int) -> torch.Tensor:
+        """A unit's flat buffer; of a sharded one on several ranks, the shards of all."""
+        if (unit, "full") in states:
+            return self.executor.tensor(states[unit, "full"])
+        own = self.executor.tensor(states[unit, "shard"])
+        if not dist.is_initialized():
+            return own
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        return torch.cat(parts)
 
     def step(self, batch: Any, step: int = 0) -> dict[str, Any]:
         return self.executor.step([self.captured.input_spec.flatten(batch)], self.hyper, step)

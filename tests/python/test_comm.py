@@ -10,7 +10,6 @@ from pathlib import Path
 import comm_worker
 import pytest
 import ranks
-import torch
 
 from interlace import _runtime
 
@@ -89,25 +88,6 @@ def test_strangers_and_hostile_bytes(tmp_path: Path) -> None:
     assert results[1]["note"] == [2, 1, 1]
 
 
-def test_one_rank_copies_or_does_nothing() -> None:
-    comm = _runtime.Comm("dp", 0, 1, "none", 5.0)
-    shard, full = torch.arange(5.0), torch.zeros(5)
-    comm.wait(comm.start_gather([shard], [full], "gather"))
-    assert torch.equal(full, shard)
-    result = torch.zeros(5)
-    comm.wait(comm.start_reduce([full], [result], "reduce"))
-    assert torch.equal(result, shard)
-    comm.wait(comm.start_reduce([full], [full], "reduce in place"))
-    ticket = comm.start_all_reduce(full, "all-reduce")
-    comm.wait(ticket)
-    assert torch.equal(full, shard)
-    with pytest.raises(RuntimeError, match="waited for twice"):
-        comm.wait(ticket)
-    assert comm.stats() == {"bytes_sent": 0, "bytes_received": 0, "receive_buffer_peak_bytes": 0, "calls": 4}
-    ticket = comm.start_all_to_all(shard, full.zero_(), "all_to_all")
-    comm.wait(ticket)
-    assert torch.equal(full, shard)
-    with pytest.raises(RuntimeError, match="there is no rank 1, this one is alone"):
-        comm.start_send(full, 1, "send")
+def test_a_rank_that_is_none_is_refused() -> None:
     with pytest.raises(RuntimeError, match="rank 1 of 1 is not a rank"):
         _runtime.Comm("dp", 1, 1, "none", 5.0)

@@ -94,13 +94,10 @@ def test_tensor_is_shared_not_copied() -> None:
     ex, _, _, _ = linear()
     ex.tensor(1).fill_(2.0)
     assert torch.equal(ex.tensor(0)[:15], torch.full((15,), 2.0))
-    assert torch.equal(ex.gather_unit(0), ex.tensor(0))
     with pytest.raises(_runtime.Error, match="%5 is no state"):
         ex.tensor(5)
     with pytest.raises(_runtime.Error, match="no value %99"):
         ex.tensor(99)
-    with pytest.raises(_runtime.Error, match="no unit u3"):
-        ex.gather_unit(3)
 
 
 def test_same_bits_every_time() -> None:

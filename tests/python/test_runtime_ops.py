@@ -303,10 +303,11 @@ def test_memory_trace_is_exact() -> None:
   output(%4) {fwd name="y"}
 }
 """
-    ex = _runtime.Executor(declaration.replace("}\n", ops), "cpu", [], 10.0, {"trace_memory": True})
+    ex = _runtime.Executor(declaration.replace("}\n", ops), "cpu", [])
+    ex.set_trace("on")
     for step in range(2):  # the first checks the types of results and holds them twice for that
         ex.step([[big]], [], step)
-    mebibytes = [round(b / 2**20, 1) for _, b in ex.memory_trace()]
+    mebibytes = [round(peak / 2**20, 1) for *_, peak in ex.record()["samples"]]
     assert mebibytes == [4.0, 8.0, 12.0, 4.0, 0.0]  # each with its operands and results
     stats = ex.stats()
     assert round(stats["peak_bytes"] / 2**20, 1) == 12.0
