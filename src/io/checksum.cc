@@ -2,7 +2,6 @@
 
 #include <bit>
 #include <cstring>
-#include <initializer_list>
 
 namespace interlace {
 

@@ -1,11 +1,8 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
-#include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <fstream>
-#include <numeric>
 #include <random>
 
 #include "io/checksum.h"

@@ -25,8 +25,6 @@
 // match nothing or overlap, a unit of two modules, reductions that cannot wait for one another.
 #include <algorithm>
 #include <map>
-#include <set>
-#include <unordered_map>
 
 #include "ir/op_table.h"
 #include "passes/baselines/bucket_copies.h"

@@ -1,7 +1,6 @@
 #include "passes/bucket_greedy.h"
 
 #include <algorithm>
-#include <limits>
 #include <unordered_map>
 #include <unordered_set>
 

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 
 #include "base/result.h"
 #include "cost/cost_model.h"

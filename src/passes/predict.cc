@@ -1,6 +1,5 @@
 #include "passes/predict.h"
 
-#include <algorithm>
 #include <map>
 #include <optional>
 #include <tuple>

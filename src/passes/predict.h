@@ -3,7 +3,6 @@
 //   INTERLACE_ASSIGN(Prediction p, Predict(variant, costs));   p.time_ps, p.bytes, p.stalls
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "base/result.h"

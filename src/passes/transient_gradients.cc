@@ -11,7 +11,6 @@
 // memory. Source: PyTorch's zero_grad(set_to_none=True).
 //
 // True when a state went. Runs last: other passes know gradients as states. No errors.
-#include <algorithm>
 #include <unordered_map>
 #include <vector>
 

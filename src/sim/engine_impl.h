@@ -5,13 +5,11 @@
 //   engine_transfer.cc   transfers: who meets whom, when they begin and end, what they use
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <deque>
 #include <map>
 #include <queue>
 #include <set>
-#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 
 #include "ir/op_table.h"
 #include "ir/residency.h"

@@ -1,7 +1,6 @@
 // interlace-opt — programs in, programs out: runs passes on a text file. Exit codes: 0 fine, 1 the program or a pass
 // says no, 2 wrong command line.
 #include <iostream>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>

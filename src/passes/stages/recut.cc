@@ -185,13 +185,6 @@ int64_t Recut::Finest() const {
   return out;
 }
 
-bool Recut::SameTensor() const {
-  for (int64_t s = 1; s < std::ssize(data_); ++s) {
-    if (tensor(s) != tensor(0)) return false;
-  }
-  return true;
-}
-
 Dim Recut::PartOf(DimTable& dims, int64_t mine) const {
   if (tensor(mine) == 1) return Dim(0);
   const Dim place = dims.Sub(dims.Symbol("rank_" + stage_.axis), Dim(stage_.First(mine)));

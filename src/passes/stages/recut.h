@@ -74,7 +74,6 @@ class Recut {
   // Ranks of a stage that cut the products of one batch.
   int64_t tensor(int64_t stage) const { return stage_.ranks[static_cast<size_t>(stage)] / data(stage); }
   bool SameRows() const { return std::count(data_.begin(), data_.end(), data_[0]) == std::ssize(data_); }
-  bool SameTensor() const;
 
  private:
   StageOf stage_;

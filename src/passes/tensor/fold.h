@@ -8,7 +8,6 @@
 // whole program.
 #pragma once
 
-#include <string>
 #include <string_view>
 #include <vector>
 

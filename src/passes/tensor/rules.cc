@@ -422,11 +422,6 @@ class Builder {
 
 }  // namespace
 
-bool Rule::Has(int32_t operand, int32_t factor) const {
-  const std::vector<int32_t>& dims = operands[operand];
-  return std::find(dims.begin(), dims.end(), factor) != dims.end();
-}
-
 Rule RuleOf(const Op& op, const GeometryOfValue& geometry) {
   return Builder(op, geometry).Build();
 }

@@ -35,7 +35,6 @@ struct Rule {
   int32_t sizes_argument = -1;            // the positional argument that repeats the sizes of result 0
   int32_t bias_sizes = -1;                // likewise, of result 2
   bool known = false;                     // else every operand and result is whole
-  bool Has(int32_t operand, int32_t factor) const;
 };
 
 using GeometryOfValue = std::function<const Geometry&(ValueId)>;

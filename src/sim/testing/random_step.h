@@ -2,7 +2,6 @@
 #pragma once
 
 #include <random>
-#include <string_view>
 
 #include "cost/cluster.h"
 #include "ir/program.h"
