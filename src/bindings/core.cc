@@ -125,25 +125,34 @@ py::list Inputs(const Program& program) {
                 [&](const Input& input) { return ValueDict(program, input.value, "name"_a = input.name); });
 }
 
-py::object ArgObject(const Program& program, const Arg& arg) {
+// An argument, its values, dimensions and words as these functions have them.
+template <typename OfValue, typename OfDim, typename OfWord>
+py::object ArgAs(const Arg& arg, const OfValue& value, const OfDim& dim, const OfWord& word) {
   switch (arg.kind) {
     case Arg::Kind::kNone:
       return py::none();
     case Arg::Kind::kValue:
-      return py::str("%" + std::to_string(arg.value));
+      return value(arg.value);
     case Arg::Kind::kInt:
-      return DimObject(program, arg.integer);
+      return dim(arg.integer);
     case Arg::Kind::kFloat:
       return py::float_(arg.real);
     case Arg::Kind::kBool:
       return py::bool_(arg.boolean);
     case Arg::Kind::kString:
-    case Arg::Kind::kWord:
       return py::str(arg.text);
+    case Arg::Kind::kWord:
+      return word(arg.text);
     case Arg::Kind::kList:
       break;
   }
-  return ListOf(arg.list, [&](const Arg& item) { return ArgObject(program, item); });
+  return ListOf(arg.list, [&](const Arg& item) { return ArgAs(item, value, dim, word); });
+}
+
+py::object ArgObject(const Program& program, const Arg& arg) {
+  return ArgAs(
+      arg, [](ValueId id) { return py::str("%" + std::to_string(id)); },
+      [&](const Dim& dim) { return DimObject(program, dim); }, [](const std::string& word) { return py::str(word); });
 }
 
 py::list Consts(const Program& program) {
@@ -154,25 +163,9 @@ py::list Consts(const Program& program) {
 
 // An argument of a body's op: a value by its id, a word (a dtype, a memory format) as ("word", text), else as it is.
 py::object BodyArg(const Arg& arg) {
-  switch (arg.kind) {
-    case Arg::Kind::kNone:
-      return py::none();
-    case Arg::Kind::kValue:
-      return py::make_tuple("value", arg.value);
-    case Arg::Kind::kInt:
-      return py::int_(arg.integer.value);
-    case Arg::Kind::kFloat:
-      return py::float_(arg.real);
-    case Arg::Kind::kBool:
-      return py::bool_(arg.boolean);
-    case Arg::Kind::kString:
-      return py::str(arg.text);
-    case Arg::Kind::kWord:
-      return py::make_tuple("word", arg.text);
-    case Arg::Kind::kList:
-      break;
-  }
-  return ListOf(arg.list, BodyArg);
+  return ArgAs(
+      arg, [](ValueId id) { return py::make_tuple("value", id); }, [](const Dim& dim) { return py::int_(dim.value); },
+      [](const std::string& word) { return py::make_tuple("word", word); });
 }
 
 py::dict BodyValue(const Program& body, ValueId id) {
@@ -308,8 +301,6 @@ py::list PassTableList() {
   });
 }
 
-constexpr std::array<const char*, 3> kLevels = {"captured", "sharded", "scheduled"};
-
 }  // namespace
 }  // namespace interlace
 
@@ -335,7 +326,7 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "bind", [](const Program& p, const Binding& binding) { return Take(Bind(p, binding)); }, py::arg("sizes"),
           Unlocked(), "A copy with symbols replaced by numbers.")
-      .def_property_readonly("level", [](const Program& p) { return kLevels[static_cast<size_t>(p.level)]; })
+      .def_property_readonly("level", [](const Program& p) { return kLevelNames[static_cast<size_t>(p.level)]; })
       .def_property_readonly("mesh",
                              [](const Program& p) {
                                py::dict out;  // in the mesh's order

@@ -152,9 +152,9 @@ Status TextParser::Tail(Op& op) {
 }
 
 Status TextParser::Tag(Op& op, std::string_view word, size_t pos) {
-  if (word == "fwd" || word == "bwd" || word == "upd") {
+  if (const auto part = std::ranges::find(kPartNames, word); part != std::end(kPartNames)) {
     if (op.part != Part::kNone) return Fail(pos, "an op has one of fwd, bwd, upd");
-    op.part = word == "fwd" ? Part::kForward : word == "bwd" ? Part::kBackward : Part::kUpdate;
+    op.part = static_cast<Part>(part - std::begin(kPartNames));
     return Ok{};
   }
   bool numbered = word.size() > 1 && std::all_of(word.begin() + 1, word.end(), IsDigit);

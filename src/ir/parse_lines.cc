@@ -31,13 +31,13 @@ Status TextParser::Header() {
   if (version < kVersion) return Fail(pos, "format version ", version, " does not exist; this build reads version 1");
   const size_t level_pos = Here();
   std::string_view level = scan_.Word();
-  const std::vector<std::string_view> levels = {"captured", "sharded", "scheduled"};
-  auto found = std::find(levels.begin(), levels.end(), level);
-  if (found == levels.end()) {
+  const auto found = std::ranges::find(kLevelNames, level);
+  if (found == std::end(kLevelNames)) {
     scan_.Seek(level_pos);
-    return Fail("the level must be captured, sharded or scheduled, found ", scan_.Found(), DidYouMean(level, levels));
+    return Fail("the level must be captured, sharded or scheduled, found ", scan_.Found(),
+                DidYouMean(level, {std::begin(kLevelNames), std::end(kLevelNames)}));
   }
-  program_.level = static_cast<Level>(found - levels.begin());
+  program_.level = static_cast<Level>(found - std::begin(kLevelNames));
   return EndLine();
 }
 

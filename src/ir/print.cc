@@ -12,8 +12,6 @@
 namespace interlace {
 namespace {
 
-constexpr std::string_view kLevels[] = {"captured", "sharded", "scheduled"};
-
 class Printer {
  public:
   explicit Printer(const Program& program) : program_(program) {}
@@ -190,7 +188,7 @@ class Printer {
       Put(any ? " " : " {", parts...);
       any = true;
     };
-    if (op.part != Part::kNone) entry(op.part == Part::kForward ? "fwd" : op.part == Part::kBackward ? "bwd" : "upd");
+    if (op.part != Part::kNone) entry(kPartNames[static_cast<size_t>(op.part)]);
     if (op.module != kNone) entry('m', op.module);
     if (op.source != kNone) entry('s', op.source);
     if (op.lane) entry("lane=", LaneName(*op.lane));
@@ -227,7 +225,7 @@ class Printer {
   }
 
   void Header() {
-    Line("interlace 1 ", kLevels[static_cast<size_t>(program_.level)]);
+    Line("interlace 1 ", kLevelNames[static_cast<size_t>(program_.level)]);
     for (const auto& [key, text] : program_.meta) QuotedLine("meta " + key, text);
     for (const Axis& axis : program_.mesh) Line("mesh ", axis.name, ' ', axis.size);
     if (program_.stage) {

@@ -34,7 +34,9 @@ inline constexpr int32_t kMaxValues = 1 << 28;
 inline constexpr int64_t kNormLimbs = 68;  // int64 words of the exact norm accumulator
 
 enum class Level : uint8_t { kCaptured, kSharded, kScheduled };
-enum class Part : uint8_t { kNone, kForward, kBackward, kUpdate };  // tags fwd, bwd, upd
+inline constexpr std::string_view kLevelNames[] = {"captured", "sharded", "scheduled"};
+enum class Part : uint8_t { kNone, kForward, kBackward, kUpdate };
+inline constexpr std::string_view kPartNames[] = {"", "fwd", "bwd", "upd"};  // the tags
 
 struct Type {
   DType dtype = DType::kF32;

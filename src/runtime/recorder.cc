@@ -15,9 +15,8 @@ namespace {
 constexpr int64_t kShortestNs = 1000;  // of an op of ours that computes nothing
 
 void Describe(const Program& program, const Op& op, TraceEvent& event) {
-  static constexpr std::string_view kParts[] = {"", "fwd", "bwd", "upd"};
   event.op = op.name;
-  event.part = kParts[static_cast<size_t>(op.part)];
+  event.part = kPartNames[static_cast<size_t>(op.part)];
   event.module = ModuleOf(program, op);
   for (UnitId unit : op.units) event.detail += (event.detail.empty() ? "u" : " u") + std::to_string(unit);
 }

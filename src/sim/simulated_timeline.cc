@@ -23,11 +23,10 @@ Timeline SimulatedTimeline(const ClusterSpec& cluster, int64_t ranks) {
 void AddRank(Timeline& out, const Lowered& lowered, const MemoryCurve& memory, const EngineOutput& output,
              int32_t rank) {
   const Program& program = *lowered.program;
-  static constexpr std::string_view kParts[] = {"", "fwd", "bwd", "upd"};
   auto describe = [&](TraceEvent& e, const Op& op) {
     e.op = op.name;
     e.module = ModuleOf(program, op);
-    e.part = kParts[static_cast<size_t>(op.part)];
+    e.part = kPartNames[static_cast<size_t>(op.part)];
     if (op.source >= 0 && op.source < static_cast<int32_t>(program.sources.size()))
       e.source = program.sources[op.source].place;
     for (UnitId unit : op.units) e.detail += (e.detail.empty() ? "u" : " u") + std::to_string(unit);

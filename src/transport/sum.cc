@@ -3,6 +3,7 @@
 #include "transport/sum.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "base/clones.h"
@@ -49,27 +50,14 @@ INTERLACE_SUM(SumI8, uint8_t, uint8_t)
 using SumFunction = void (*)(const void* const*, int64_t, void*, int64_t, int64_t);
 
 SumFunction FunctionOf(DType dtype) {
-  switch (dtype) {
-    case DType::kF64:
-      return &SumF64;
-    case DType::kF32:
-      return &SumF32;
-    case DType::kF16:
-      return &SumF16;
-    case DType::kBF16:
-      return &SumBF16;
-    case DType::kI64:
-      return &SumI64;
-    case DType::kI32:
-      return &SumI32;
-    case DType::kI16:
-      return &SumI16;
-    case DType::kI8:
-    case DType::kU8:
-      return &SumI8;
-    default:
-      return nullptr;
+  static const std::pair<DType, SumFunction> kSums[] = {
+      {DType::kF64, &SumF64},   {DType::kF32, &SumF32}, {DType::kF16, &SumF16},
+      {DType::kBF16, &SumBF16}, {DType::kI64, &SumI64}, {DType::kI32, &SumI32},
+      {DType::kI16, &SumI16},   {DType::kI8, &SumI8},   {DType::kU8, &SumI8}};
+  for (const auto& [of, function] : kSums) {
+    if (of == dtype) return function;
   }
+  return nullptr;
 }
 
 }  // namespace
