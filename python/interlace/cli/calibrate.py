@@ -214,8 +214,7 @@ def calibrated(runs: Sequence[Run], predictor: Any, say: Callable[[str], None]) 
         within = f"within {100 * math.expm1(1.2816 * found.spread[name]):.0f} %"
         known = "not determined by these runs" if name in found.undetermined else within
         said.append(f"  {name:<10} {value:8.3f}  {known} (was {own[name]:.3f})")
-    for name in found.undetermined:
-        said.append(_what_would(name, runs, found, predictor))
+    said += [_what_would(name, runs, found, predictor) for name in found.undetermined]
     for one, other in contradictions(runs):
         took = f"{one.step_us / 1e3:.1f} and {other.step_us / 1e3:.1f} ms"
         said.append(f"lines {one.line} and {other.line} say the same of themselves and took {took}")

@@ -195,9 +195,6 @@ class States:
     def has(self, unit: Unit, role: str) -> bool:
         return (unit.id, role) in self._tensors
 
-    def dtype(self, unit: Unit, role: str) -> torch.dtype:
-        return self._tensors[unit.id, role].dtype
-
     def local(self, unit: Unit, role: str) -> tuple[Tensor, int]:
         """This rank's storage of a role, and the unit's element that it begins with. Valid until the next step or settle()."""
         t = self._tensors[unit.id, role]

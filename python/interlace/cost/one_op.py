@@ -39,7 +39,7 @@ def program_of(text: str, types: dict[int, str]) -> str | None:
 
 
 def measure_one_by_one(
-    program: Any, text: str, wanted: list[str], machine: Any, peers: Any, put: Callable[[Rows], None],
+    text: str, wanted: list[str], machine: Any, peers: Any, put: Callable[[Rows], None],
     progress: Callable[[str, int, int], None], memory_bytes: int, trusted: bool = False,
 ) -> None:  # fmt: skip
     """Measures the ops with the keys `wanted`; every rank must call it. `trusted`: their operators may be any."""

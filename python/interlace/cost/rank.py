@@ -94,7 +94,7 @@ def _measure_ops(job: dict[str, Any], text: str, inputs: bytes, peers: Peers, ke
     program = _core.Program.parse(text, "program")
     batch = list_of(load_tensors(inputs)) if inputs else plain_inputs(program)
     if not job["whole"]:
-        measure_one_by_one(program, text, job["ops"], machine, peers, keeper.put, progress, job["memory_bytes"], job.get("trusted", False))
+        measure_one_by_one(text, job["ops"], machine, peers, keeper.put, progress, job["memory_bytes"], job.get("trusted", False))
         keeper.put({("stage", "program " + job["digest"]): {"done": 1}})
         return
     with _tier_folder(job, peers, "ops") as folder:

@@ -156,7 +156,7 @@ def _watch(calls: list[_Call], slots: list[Slot]) -> None:
                         table[name] = tensors[i]
 
 
-def _groups(calls: list[_Call], count: int) -> list[tuple[list[_Call], list[int]]]:
+def _groups(calls: list[_Call]) -> list[tuple[list[_Call], list[int]]]:
     """Calls that share a written tensor, with the tensors, in the order of the first call."""
     parent = list(range(len(calls)))
 
@@ -194,7 +194,7 @@ def initialize(model: nn.Module, wanted: set[str], seed: int, place: Place) -> N
     try:
         _watch(calls, slots)
         written: set[str] = set()
-        for group_calls, members in _groups(calls, len(slots)):
+        for group_calls, members in _groups(calls):
             if not any(slots[i].name in wanted for i in members):
                 continue
             # Zeros, so that an initializer that writes only a part (a padding row) still gives the same bits everywhere.
