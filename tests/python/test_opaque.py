@@ -231,6 +231,26 @@ def test_shapes_freezing_and_evaluation_learn_again() -> None:
         model.first.weight.requires_grad_(True)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_what_is_frozen_in_an_opaque_module_stays_as_it_is(kind: str) -> None:
+    """Weight decay of 0.3 at a rate of 0.1, computed back though it was not made, would show."""
+    eager, model = model_of("branches"), model_of("branches")
+    own, optimizer = optimizer_of(kind, eager), optimizer_of(kind, model)
+    if kind == "sgd":
+        own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.3) for m in (eager, model))
+    with interlace.compile(model, optimizer, square, batch_of(0), interlace.Config(fullgraph=False)) as trainer:
+        for step in range(9):
+            for m in (eager, model):
+                m.middle.a.weight.requires_grad_(not 2 <= step < 6)
+            own.zero_grad()
+            expected = square(eager, batch_of(step))
+            expected.backward()
+            own.step()
+            torch.testing.assert_close(trainer.step(batch_of(step)), expected.detach())
+        for name, value in eager.state_dict().items():
+            torch.testing.assert_close(trainer.state_dict()[name], value, rtol=1e-8, atol=1e-9)
+
+
 def test_a_module_that_hands_on_a_cache_is_opaque_with_what_is_around_it() -> None:
     class Cache:
         def __init__(self) -> None:

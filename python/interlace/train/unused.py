@@ -44,7 +44,7 @@ class Unused:
             self._sometimes = self.table.sometimes_in(self.run.program) if self.table is not None else set()
             self._other_way = set(json.loads(self.run.ir.meta().get("unused", "[]")))
             names = self._sometimes | self._other_way | self.run.left_out.keys()
-            self._some = sorted(n for n in names if n in known and known[n].unit is not None)
+            self._some = sorted(n for n in names if n in known and known[n].unit is not None and known[n].trainable)
         return self._some
 
     def _kind(self, name: str) -> str:
