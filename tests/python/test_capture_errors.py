@@ -153,7 +153,7 @@ class Grows(nn.Module):
 def test_a_buffer_that_takes_another_size():
     model = Grows()
     fails(
-        "'table' is a tensor of shape (1,) and the model puts one of shape (2,) in its place while it runs; a program keeps its size "
+        "'table' is a tensor of shape (1,) and the model puts one of shape (2,) in its place while it runs; a program keeps both "
         "(where only its first run does so, let it run once before interlace.compile)",
         model,
         mean,

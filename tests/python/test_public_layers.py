@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -111,3 +113,97 @@ def test_attention_beside_a_criterion_that_keeps_something() -> None:
             expected.backward()
             own.step()
             torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+
+
+class Angles:
+    """As rotary embeddings keep them: cosines of positions, in float32."""
+
+    def __init__(self) -> None:
+        self.last: tuple[int, Tensor] | None = None
+
+    @staticmethod
+    def made(n: int) -> Tensor:
+        return torch.outer(torch.arange(n).float(), 0.5 ** torch.arange(8)).cos()
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def by_size(self, n: int) -> Tensor:
+        return self.made(n)
+
+    def last_one(self, n: int) -> Tensor:
+        if self.last is None or self.last[0] != n:
+            self.last = (n, self.made(n))
+        return self.last[1]
+
+    def turned(self, n: int) -> Tensor:
+        return torch.polar(torch.ones(n, 8), self.last_one(n).acos()).conj().real
+
+
+@functools.cache
+def angles(n: int) -> list[Angles]:
+    kept = Angles()
+    kept.last_one(n)
+    return [kept]
+
+
+CACHES: dict[str, Callable[[Angles, int], Tensor]] = {
+    "function": lambda kept, n: angles(n)[0].last_one(n),
+    "method": lambda kept, n: kept.by_size(n),
+    "attribute": lambda kept, n: kept.last_one(n),
+    "complex": lambda kept, n: kept.turned(n),
+}
+
+
+class Turns(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kept, self.function = nn.Linear(8, 8), nn.Linear(8, 3), Angles(), CACHES[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)) * self.function(self.kept, len(x)).to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_caches_of_what_depends_on_sizes(kind: str) -> None:
+    """What a capture leaves in functools.lru_cache is found by the next one, and by eager steps."""
+    torch.manual_seed(0)
+    model = Turns(kind).double()
+    eager = copy.deepcopy(model)
+    own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
+    with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
+        for i in range(6):
+            batch = {name: t[: 3 if 2 <= i < 4 else 4] for name, t in batch_of(i).items()}
+            own.zero_grad()
+            expected = loss_of(eager, batch)
+            expected.backward()
+            own.step()
+            torch.testing.assert_close(trainer.step(batch), expected.detach())
+        model.eval()
+        torch.testing.assert_close(trainer.step(batch_of(7)), loss_of(eager, batch_of(7)).detach())
+
+
+class Replaces(nn.Module):
+    """As OmniGen's rotary embedding: a buffer that each run makes anew, in float32 whatever it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("rates", torch.ones(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rates = 0.5 ** torch.arange(8).float()
+        return self.head(x * self.rates)
+
+
+def test_a_buffer_that_the_model_makes_anew_in_another_precision() -> None:
+    torch.manual_seed(0)
+    model = Replaces().double()
+    eager = copy.deepcopy(model)
+    own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
+    with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
+        for i in range(3):
+            own.zero_grad()
+            expected = loss_of(eager, batch_of(i))
+            expected.backward()
+            own.step()
+            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+        assert model.rates.dtype == eager.rates.dtype == torch.float32

@@ -444,6 +444,7 @@ def _run_again(
         if made:
             second = again()
             second.recorder.reads.allowed = (reads := trace.recorder.reads).allowed
+            second.kept = {key for key, name in kept.items() if name.startswith("constant")}
             watched = Watch(trace.model, loss_fn)
             try:
                 with kept_generators():

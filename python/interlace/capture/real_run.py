@@ -21,13 +21,14 @@ Run = Callable[[nn.Module, Any], Any]
 
 
 class Resized(CaptureError):
-    """A buffer or tensor attribute that the model puts one of another size in the place of."""
+    """A buffer or tensor attribute that the model puts one of another size or dtype in the place of."""
 
 
 def resized(where: str, before: Tensor, after: Tensor) -> str:
+    was, now = (f"of shape {tuple(t.shape)}" + (f" and {t.dtype}" if before.dtype != after.dtype else "") for t in (before, after))
     return (
-        f"{where} is a tensor of shape {tuple(before.shape)} and the model puts one of shape {tuple(after.shape)} in its place while it "
-        "runs; a program keeps its size (where only its first run does so, let it run once before interlace.compile)"
+        f"{where} is a tensor {was} and the model puts one {now} in its place while it "
+        "runs; a program keeps both (where only its first run does so, let it run once before interlace.compile)"
     )
 
 
@@ -75,8 +76,8 @@ def run_for_real(
 
 
 def grow(model: nn.Module, tensors: list[ModelTensor], loss_fn: Run, batch: Any) -> list[str]:
-    """Gives buffers and tensor attributes the sizes that the model's first run makes them in (tables of positions), as if it had run once;
-    gives their names. All else is as before."""
+    """Gives buffers and tensor attributes the sizes and dtypes that the model's first run makes them in (tables of positions), as if it had
+    run once; gives their names. All else is as before."""
     found: dict[int, tuple[ModelTensor, Tensor]] = {}
 
     def prepare(stack: contextlib.ExitStack) -> Run:
@@ -87,7 +88,7 @@ def grow(model: nn.Module, tensors: list[ModelTensor], loss_fn: Run, batch: Any)
             loss_fn(model, batch)
             found.update({id(t): (t, t.real.detach().clone()) for t, size in sizes if t.real.shape != size})
             for t, new, _ in stored.replaced():
-                if new.shape != t.real.shape and new.dtype == t.real.dtype:
+                if (new.shape, new.dtype) != (t.real.shape, t.real.dtype):
                     found[id(t)] = t, new.detach().clone()
 
         return run

@@ -88,6 +88,7 @@ class Trace:
         self._num_captured = 0
         self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
         self.names: dict[int, str] = {}  # of buffers that are not the model's, by the tensor's id
+        self.kept: Collection[int] = ()  # ids of constants that caches hold (caches.py)
         self._moved: set[int] = set()  # ids of parameters whose places the model gave another one
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
         self._strange: list[tuple[Tensor, str]] = []  # tensors that are none of the model and require gradients, with the user's line
@@ -142,7 +143,7 @@ class Trace:
         if real.requires_grad and torch.is_grad_enabled() and not any(hasattr(hook, OWN_HOOK) for hook in hooks.values()):
             self._strange.append((real, line_now()))  # what another trainer trains needs no gradient here
         self._lifted[id(real)] = (real, fake)
-        if literal:
+        if literal or id(real) in self.kept:
             self.constants.set_value(fake, real)
         if literal and real.numel() <= _MAX_CONST and real.is_contiguous():
             with no_dispatch():

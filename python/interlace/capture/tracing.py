@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
             return data.to(dtype or (torch.get_default_dtype() if data.is_floating_point() else data.dtype)).requires_grad_(requires_grad)
         if not (isinstance(data, (list, tuple)) and any(isinstance(x, FakeTensor) for x in tree_leaves(data))):
             return make(data, dtype=dtype, requires_grad=requires_grad, **more)
-        return stacked(data, dtype or reduce(torch.promote_types, dtypes(data))).requires_grad_(requires_grad)
+        return stacked(data, dtype or functools.reduce(torch.promote_types, dtypes(data))).requires_grad_(requires_grad)
 
     def filled(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **more: Any) -> torch.Tensor:
         if id(fill_value) not in constants.numbers:
@@ -372,9 +373,33 @@ def without_inference_mode() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """functools.lru_cache forgets the fakes that it was given to keep (angles by the number of positions): others would meet them."""
+
+    def fakes(found: list[Any], hops: int = 4) -> bool:  # a tuple or an object, its attributes
+        if any(isinstance(x, FakeTensor) for x in found):
+            return True
+        found = [x for x in found if not isinstance(x, (type, ModuleType, FunctionType, nn.Module))]
+        return bool(found and hops) and fakes(gc.get_referents(*found)[:512], hops - 1)
+
+    try:
+        yield
+    finally:
+        objects = gc.get_objects()
+        if gc.get_freeze_count():  # gc.freeze() hides what there was
+            spaces = [vars(m) for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+            spaces += [vars(x) for space in spaces for x in space.values() if issubclass(type(x), type)]
+            objects += [x for space in spaces for x in space.values()]
+        for x in objects:
+            if type(x) is functools._lru_cache_wrapper and x.cache_info().currsize and fakes(gc.get_referents(x)):
+                x.cache_clear()
+
+
+@contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Without what fakes cannot follow, and with gradients."""
-    with without_log(), without_assertions(), without_branches(), without_inference_mode(), torch.enable_grad(), without_fused_recurrence():
+    with without_caches(), without_log(), without_assertions(), without_branches(), without_inference_mode(), torch.enable_grad(), \
+            without_fused_recurrence():  # fmt: skip
         yield
 
 
