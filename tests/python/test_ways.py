@@ -325,6 +325,33 @@ def test_sizes_that_differ_too_often() -> None:
     assert len(said) == 3 and "differs too often" in said[-1]
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_sizes_that_differ_too_often_beside_a_state_of_the_model_that_comes_back(fullgraph: bool) -> None:
+    """What was compiled for one of them, before they were too many, is not the program of that state any more."""
+
+    class Sums(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if fullgraph:
+                return self.first(x).square().mean() / max(1, int((y > 0).sum()))
+            return self.first(x)[: int((y > 0).sum())].square().mean()
+
+    torch.manual_seed(0)
+    model = Sums().double()
+    eager = copy.deepcopy(model)
+    batches = [{**of(i), "y": torch.tensor([1] * (1 + n) + [0] * (2 - n))} for i, n in enumerate([0, 1, 1, 0, 1, 2, 0, 1, 0])]
+    own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
+    settings = interlace.Config(schedule=[], cache="off", fullgraph=fullgraph)
+    with interlace.compile(model, optimizer, call, batches[0], settings) as trainer:
+        for i, batch in enumerate(batches):
+            for m in (eager, model):
+                m.train(i < 2 or i > 6)
+            own.zero_grad()
+            expected = call(eager, batch)
+            expected.backward()
+            own.step()
+            assert float(trainer.step(batch)) == pytest.approx(expected.item(), rel=1e-9)
+
+
 def test_reads_of_parameters_stay_what_they_were() -> None:
     class Own(Net):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

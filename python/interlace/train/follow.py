@@ -363,8 +363,9 @@ class Follow:
         run.flush()
         same = not numbers - self._fixed and run.shapes is None and not run.config.stage_meshes
         for (other, taken), (found, stage) in self._programs.items():
-            fits = ways is None or (place is not None and json.loads(taken)[: len(ways)] == ways)
-            stale = programs.regions.stale(found.source.waits)
+            known = json.loads(taken)
+            fits = ways is None or (place is not None and known[: len(ways)] == ways)
+            stale = programs.regions.stale(found.source.waits) or any(way["at"] in self.captures.undecided for way in known)
             if same and fits and other == key and stage == run.stage and not stale:
                 self._programs[before] = (self._running(), run.stage)
                 self._use(found)
