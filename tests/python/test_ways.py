@@ -325,6 +325,24 @@ def test_sizes_that_differ_too_often() -> None:
     assert len(said) == 3 and "differs too often" in said[-1]
 
 
+@pytest.mark.parametrize("form", ["tolist", "numpy"])
+def test_lists_of_numbers_that_the_batch_decides(form: str) -> None:
+    """As Lumina 2 asks for the lengths of texts, and Wan Animate for sizes that are the same in every step."""
+
+    class Parts(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            sizes, count = torch.tensor([[len(x), 4]]), (y > 0).long().expand(2, -1).sum(1)
+            for rows, columns in sizes.tolist() if form == "tolist" else sizes.numpy():
+                x = x.reshape(rows, columns)
+            first, second = count.tolist() if form == "tolist" else count.numpy()
+            return torch.stack([self.first(x)[:first].square().mean(), self.second(x)[:second].square().mean()]).mean()
+
+    batches = [{**of(i), "y": torch.tensor([1, 0 if i % 2 else 2, 3])} for i in range(5)]
+    losses, expected, said = train(Parts, batches)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert len(said) == 1 and "reads [2, 2] of the batch, and read [3, 3]" in said[0]
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_sizes_that_differ_too_often_beside_a_state_of_the_model_that_comes_back(fullgraph: bool) -> None:
     """What was compiled for one of them, before they were too many, is not the program of that state any more."""

@@ -141,12 +141,16 @@ class Constants:
 
     def number(self, t: Tensor) -> Any:
         """The Python number that a one-element tensor holds. Raises NotConstant."""
+        return self.array(t).item()
+
+    def array(self, t: Tensor) -> Tensor:
+        """What a tensor of any known size holds, whatever symbolic sizes are. Raises NotConstant."""
         if not self.knows(t):
             raise NotConstant
-        first, second = (self._evaluate(t, i, {}).item() for i in (0, 1))
-        if first != second:
+        first, second = (self._evaluate(t, i, {}) for i in (0, 1))
+        if not torch.equal(first, second):
             raise NotConstant
-        return first
+        return first.clone()
 
     def value(self, t: Tensor) -> Tensor:
         """What a tensor of known sizes holds. Raises NotConstant."""

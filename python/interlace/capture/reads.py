@@ -80,6 +80,16 @@ class Reads:
             return self.ways.number(t, self.sites.place())
         return self.take(t, frame).item()
 
+    def array(self, t: Tensor, frame: Any) -> Any:
+        """Of a tensor with any number of elements. Raises NotConstant."""
+        with contextlib.suppress(NotConstant), no_dispatch():
+            return self.ways.constants.array(t).numpy()
+        with contextlib.suppress(NotConstant):
+            read = self.ways.number(t, self.sites.place())
+            with _disable_current_modes():
+                return torch.tensor(read, dtype=t.dtype).reshape(tuple(t.shape)).numpy()
+        return self.take(t, frame)
+
     def take(self, t: Tensor, frame: Any) -> Any:
         """An array with something in the place of what a step will hand to Python. Raises NotConstant."""
         while frame.f_code.co_filename in _BETWEEN:
@@ -114,7 +124,7 @@ def reading(reads: Reads) -> Iterator[None]:
 
     def to_numpy(t: Any, **more: Any) -> Any:
         with contextlib.suppress(NotConstant):
-            return reads.take(t, sys._getframe(1)) if isinstance(t, FakeTensor) else numpy(t, **more)
+            return reads.array(t, sys._getframe(1)) if isinstance(t, FakeTensor) else numpy(t, **more)
         raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
     def to_format(t: Any, spec: str) -> str:

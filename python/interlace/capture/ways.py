@@ -6,7 +6,8 @@ what it was.
 
     [{"at": "net.py:12", "is": false, "ops": [["input", 1], ["aten.max", [{"v": 0}], {}, 0], ["aten.ge.Scalar", [{"v": 1}, 32], {}, 0]]}]
 
-Sizes that depend on the batch, of `labels[labels >= 0]` say, are read too: the last operator has none in place of the number of its result.
+Lists of numbers and sizes that depend on the batch, of `labels[labels >= 0]` say, are read too: for sizes, the last operator has none in
+place of the number of its result.
 Before each step it is computed for the batch that comes and the buffers as they are; where that takes another way, the step is captured
 again with it (train/follow.py), and a model that raises there raises. Only truth values and whole numbers are read, and numbers of buffers
 only where the model leaves those as they are or gives them a constant (`if self.initialized.item() == 0:`): others would hardly ever come
@@ -61,8 +62,8 @@ class Ways:
             self.buffers[name] = real
 
     def number(self, t: Tensor, place: str) -> Any:
-        """What a one-element tensor holds in the example batch, noted. Raises NotConstant."""
-        if t.dtype.is_floating_point or t.dtype.is_complex:
+        """What a tensor holds in the example batch, a number or a list, noted. Raises NotConstant."""
+        if self.batch is None or t.dtype.is_floating_point or t.dtype.is_complex or t.numel() > _MAX_CONST:
             raise NotConstant
         ops: list[Any] = []
         self._write(t, ops, {})
@@ -142,9 +143,11 @@ def buffers_in(ways: list[Way]) -> set[str]:
 
 
 def value_of(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> Any:
-    """What is read, for other inputs and buffers: a number, or the sizes of results."""
+    """What is read, for other inputs and buffers: a number or several, or the sizes of results."""
     results = computed(ops, inputs, buffer)
-    return [list(r.shape) for r in results] if ops[-1][-1] is None else results[0].item()
+    if ops[-1][-1] is None:
+        return [list(r.shape) for r in results]
+    return results[0].item() if results[0].numel() == 1 else results[0].tolist()
 
 
 def computed(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], Tensor]) -> list[Tensor]:
