@@ -270,6 +270,38 @@ def test_what_is_unfrozen_again_goes_on_with_its_own_states(kind: str, groups: i
             torch.testing.assert_close(ours[name], t, rtol=1e-8, atol=1e-10)
 
 
+def test_what_is_unfrozen_again_and_used_later() -> None:
+    """A guide that only some losses train: frozen and unfrozen while no gradient comes to it, it begins when one does."""
+
+    class Guided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.guide, self.guided = nn.Linear(6, 4), nn.Linear(6, 4), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.guide(x) if self.guided else self.a(x)
+
+    def losses(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = Guided().double()
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.1), list[float]()
+        step = interlace.compile(model, optimizer, square, squares(0), interlace.Config(cache="off")).step if compiled else None
+        for i in range(9):
+            model.guide.weight.requires_grad_(not 2 <= i < 4)
+            model.guided = i > 5
+            if step is not None:
+                found.append(float(step(squares(i))))
+                continue
+            loss = square(model, squares(i))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-9)
+
+
 def test_what_must_not_be_unfrozen_again_is_named() -> None:
     with pytest.raises(interlace.InterlaceError, match="becomes trainable again after its optimizer group 0 has made 2 steps with others"):
         in_turns("nadam", 1, True)

@@ -42,7 +42,8 @@ class Unused:
             known = self.run.states.parameters
             self._of, self._before = self.run.program, set(self.run.left_out)
             self._sometimes = self.table.sometimes_in(self.run.program) if self.table is not None else set()
-            self._other_way = set(json.loads(self.run.ir.meta().get("unused", "[]")))
+            unused, idle = (json.loads(self.run.ir.meta().get(word, "[]")) for word in ("unused", "idle"))
+            self._other_way = {*unused, *(self.run.left_out.keys() & idle)}
             names = self._sometimes | self._other_way | self.run.left_out.keys()
             self._some = sorted(n for n in names if n in known and known[n].unit is not None and known[n].trainable)
         return self._some
