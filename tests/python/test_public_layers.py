@@ -207,3 +207,33 @@ def test_a_buffer_that_the_model_makes_anew_in_another_precision() -> None:
             own.step()
             torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
         assert model.rates.dtype == eager.rates.dtype == torch.float32
+
+
+class Checks(nn.Module):
+    """As sentence_transformers' ContrastiveLoss: looks at its first labels, and never again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.checked = nn.Linear(8, 3), False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not self.checked:
+            self.checked = True
+            if y.lt(0).logical_or(y.gt(2)).any().item():
+                raise ValueError("labels must be in [0, 3)")
+        return F.cross_entropy(self.head(x), y)
+
+
+def test_a_look_at_the_first_labels() -> None:
+    torch.manual_seed(0)
+    model = Checks().double()
+    eager = copy.deepcopy(model)
+    own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
+    settings = interlace.Config(schedule=[], cache="off")
+    with interlace.compile(model, optimizer, lambda m, b: m(**b), batch_of(0), settings) as trainer:
+        for i in range(3):
+            own.zero_grad()
+            expected = eager(**batch_of(i))
+            expected.backward()
+            own.step()
+            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())

@@ -25,6 +25,8 @@ Tensor = torch.Tensor
 _VALUE = re.compile(r"%(\d+)")
 _PLACE = re.compile(r" [ms]\d+\b")
 _WRITTEN = re.compile(r"^  assign\(%(\d+)")
+_RESULT = re.compile(r"%(\d+)(?: in |:)")
+_STAYS = re.compile(r" rng=| writes=|^call\.python\b")
 _DRAWS = re.compile(r" rng=|^call\.python\b")
 
 
@@ -51,7 +53,7 @@ def same_in_every_step(first: Trace, second: Trace, kept: Mapping[int, str]) -> 
 
 def _read(trace: Trace, kept: Mapping[int, str]) -> tuple[list[str], dict[int, str]]:
     """The ops of what may be something else in another step, and the names of what is not, by the values' numbers."""
-    lines = trace.recorder.lines
+    lines = _asked(trace.recorder.lines)
     written = {int(n) for line in lines for n in _WRITTEN.findall(line)}
     always: dict[int, str] = {}
     found: dict[int, str] = {}
@@ -89,6 +91,17 @@ def _read(trace: Trace, kept: Mapping[int, str]) -> tuple[list[str], dict[int, s
         else:
             body.append(_VALUE.sub(lambda match: named(int(match[1])), _PLACE.sub("", line)))
     return body, always
+
+
+def _asked(lines: list[str]) -> list[str]:
+    """Those that something comes of: a model may look at the labels of its first batch alone, and warn."""
+    kept, asked = list[str](), set[int]()
+    for line in reversed(lines):
+        made, _, op = line.partition(" = ") if " = " in line else ("", "", line)
+        if not made or _STAYS.search(op) or asked.intersection(int(n) for n in _RESULT.findall(made)):
+            asked.update(int(n) for n in _VALUE.findall(line))
+            kept.append(line)
+    return kept[::-1]
 
 
 def digest(t: Tensor) -> str:
