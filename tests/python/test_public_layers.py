@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_odd_models import batch_of, loss_of
@@ -182,16 +184,19 @@ def test_caches_of_what_depends_on_sizes(kind: str) -> None:
 
 
 class Replaces(nn.Module):
-    """As OmniGen's rotary embedding: a buffer that each run makes anew, in float32 whatever it was."""
+    """As OmniGen's rotary embedding, a buffer that each run makes anew, in float32 whatever it was; and as DynamicSoftMarginLoss, a histogram
+    that becomes float64."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(8, 3)
         self.register_buffer("rates", torch.ones(8), persistent=False)
+        self.seen = torch.zeros(8)
 
     def forward(self, x: Tensor) -> Tensor:
         self.rates = 0.5 ** torch.arange(8).float()
-        return self.head(x * self.rates)
+        self.seen = 0.5 * self.seen.to(x.dtype) + x.mean(0)
+        return self.head(x * self.rates + self.seen)
 
 
 def test_a_buffer_that_the_model_makes_anew_in_another_precision() -> None:
@@ -237,3 +242,55 @@ def test_a_look_at_the_first_labels() -> None:
             expected.backward()
             own.step()
             torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+
+
+class Centre(nn.Module):
+    """As losses of self-distillation keep one: an average that begins in a size that its first batch decides."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("centre", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.centre = 0.9 * self.centre + 0.1 * mean if len(self.centre) else mean
+        return self.head(x - self.centre)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_an_average_does_not_count_its_first_batch_twice(size: int) -> None:
+    torch.manual_seed(0)
+    model = Centre(size).double()
+    eager = copy.deepcopy(model)
+    own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
+    settings = interlace.Config(schedule=[], cache="off")
+    with pytest.raises(CaptureError, match="let it run once before"):
+        interlace.compile(model, optimizer, loss_of, batch_of(0), settings)
+    assert model.centre.shape == (size,)
+    for m in (eager, model):
+        m(batch_of(9)["x"])
+    with interlace.compile(model, optimizer, loss_of, batch_of(0), settings) as trainer:
+        for i in range(3):
+            own.zero_grad()
+            expected = loss_of(eager, batch_of(i))
+            expected.backward()
+            own.step()
+            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+
+
+ORDERS = [np.argsort, lambda x: np.unique(x, return_index=True)[1], lambda x: sorted(range(len(x)), key=x.__getitem__)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_that_numpy_makes_are_refused_by_line(order: Callable[..., Any]) -> None:
+    """As an assignment of predictions to targets: an array of equal numbers has the same order whatever they are."""
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        y = model(batch["x"])
+        chosen = order(y.detach().sum(-1).numpy())
+        return (y[list(chosen)].square().sum(-1) * torch.arange(len(chosen))).mean()
+
+    model, batch = nn.Sequential(nn.Linear(4, 3)).double(), {"x": torch.randn(5, 4).double()}
+    with pytest.raises(CaptureError, match=r"test_public_layers\.py:\d+: the model reads a tensor's value"):
+        interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, interlace.Config(cache="off"))

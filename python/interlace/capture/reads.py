@@ -111,7 +111,11 @@ class Reads:
             most = torch.finfo(t.dtype).max / 2
             value = (0.7, min(1e10, most), max(-1e10, -most))[turn] * (1 + (0.01, -0.01, 0.02)[turn] * number)
         with _disable_current_modes():
-            return torch.full(tuple(t.shape), value, dtype=torch.float32 if t.dtype == torch.bfloat16 else t.dtype).numpy()
+            array = torch.full(tuple(t.shape), value, dtype=torch.float32 if t.dtype == torch.bfloat16 else t.dtype)
+            if turn and t.dim() and t.dtype != torch.bool:  # in another order, as np.argsort, np.unique or an assignment would see
+                place = torch.arange(array.numel()).reshape(array.shape)
+                array = array * (1 + place / array.numel()) if array.is_floating_point() else ((place + turn) % 2).to(t.dtype)
+            return array.numpy()
 
 
 @contextlib.contextmanager

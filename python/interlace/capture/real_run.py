@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from interlace.capture.effects import Stored, kept_draws, kept_generators
-from interlace.capture.inputs import on_device
+from interlace.capture.inputs import leaves, on_device, rebuild
 from interlace.capture.model_tensors import ModelTensor, collect, device_type, swapped, tensors_of
 from interlace.capture.watch import Watch
 from interlace.capture.writes import Writes, refuse_writes
@@ -75,25 +75,41 @@ def run_for_real(
     refuse_writes({name: own[name].requires_grad for name in writes.by}, writes.by)
 
 
+def _other(t: Tensor) -> Tensor:
+    """Of another batch: its first row again and again, and other fractions."""
+    rows = t[:1].expand_as(t).clone()
+    return rows * 1.5 if t.is_floating_point() else rows
+
+
 def grow(model: nn.Module, tensors: list[ModelTensor], loss_fn: Run, batch: Any) -> list[str]:
-    """Gives buffers and tensor attributes the sizes and dtypes that the model's first run makes them in (tables of positions), as if it had
-    run once; gives their names. All else is as before."""
+    """Gives buffers and tensor attributes the sizes that the model's first run makes them in (tables of positions), as if it had run once,
+    where a run with another batch leaves them as they are, and the dtypes, with the values that they have; gives their names. All else is
+    as before."""
     found: dict[int, tuple[ModelTensor, Tensor]] = {}
+    kept: dict[int, tuple[ModelTensor, torch.dtype]] = {}
 
     def prepare(stack: contextlib.ExitStack) -> Run:
         stored = Stored(model, {id(t.real): t for t in tensors if t.kind != "param" and not t.real.is_meta})
 
         def run(model: nn.Module, batch: Any) -> None:
             sizes = [(t, t.real.shape) for t in tensors if t.kind != "param" and not t.real.is_meta]
+
+            def made() -> dict[int, tuple[ModelTensor, Tensor]]:
+                resized = {id(t): (t, t.real.detach().clone()) for t, size in sizes if t.real.shape != size}
+                return resized | {id(t): (t, new.detach().clone()) for t, new, _ in stored.replaced() if new.shape != t.real.shape}
+
             loss_fn(model, batch)
-            found.update({id(t): (t, t.real.detach().clone()) for t, size in sizes if t.real.shape != size})
-            for t, new, _ in stored.replaced():
-                if (new.shape, new.dtype) != (t.real.shape, t.real.dtype):
-                    found[id(t)] = t, new.detach().clone()
+            found.update(made())
+            kept.update({id(t): (t, x.dtype) for t, x, _ in stored.replaced() if x.shape == t.real.shape and x.dtype != t.real.dtype})
+            if found:  # what goes on from batch to batch would count this one twice
+                loss_fn(model, rebuild(batch, {path: _other(t) for path, t in leaves(batch) if isinstance(t, Tensor) and t.dim()}))
+                again = made()
+                if any(key not in again or not torch.equal(again[key][1], new) for key, (_, new) in found.items()):
+                    found.clear()
 
         return run
 
     run_for_real(model, loss_fn, batch, None, prepare)
-    for t, new in found.values():
+    for t, new in (*found.values(), *((t, t.real.to(dtype)) for t, dtype in kept.values())):
         t.real.data = new
-    return [t.name for t, _ in found.values()]
+    return [t.name for t, _ in (*found.values(), *kept.values())]
