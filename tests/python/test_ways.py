@@ -325,6 +325,35 @@ def test_sizes_that_differ_too_often() -> None:
     assert len(said) == 3 and "differs too often" in said[-1]
 
 
+@pytest.mark.parametrize("kind", ["scatter", "index", "diagonal"])
+def test_what_is_made_of_the_batch_by_writes(kind: str) -> None:
+    """Masks of targets and pairs, as metric learning makes them: their sizes are those of any batch with as many of each label."""
+
+    def mask(y: Tensor) -> Tensor:
+        if kind == "diagonal":
+            same = (y.unsqueeze(1) == y).byte()
+            same.fill_diagonal_(0)
+            return same == 1
+        found = torch.zeros(len(y), 5, dtype=torch.double)
+        if kind == "scatter":
+            found.scatter_(1, y.unsqueeze(1), 1)
+        else:
+            found[torch.arange(len(y)), y] = 1
+        return found == 1
+
+    class Chooses(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            scores = self.last(self.first(x) + self.second(x))
+            chosen = scores @ scores.T if kind == "diagonal" else scores
+            rows, columns = torch.where(mask(y))
+            return chosen[rows, columns].square().mean()
+
+    g = torch.Generator().manual_seed(0)
+    batches = [{"x": of(i)["x"][[0, 1, 2, 0]], "y": torch.tensor([1, 1, 0, 0])[torch.randperm(4, generator=g)]} for i in range(4)]
+    losses, expected, said = train(Chooses, batches)
+    assert losses == pytest.approx(expected, rel=1e-9) and not said
+
+
 @pytest.mark.parametrize("form", ["tolist", "numpy"])
 def test_lists_of_numbers_that_the_batch_decides(form: str) -> None:
     """As Lumina 2 asks for the lengths of texts, and Wan Animate for sizes that are the same in every step."""

@@ -23,6 +23,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 _MAX_ELEMENTS = 1 << 22  # of one intermediate value
+_MAX_CHANGES = 64  # of one storage, whose recipes lie in one another
 # Results that depend on the sizes of their first argument only.
 SHAPE_ONLY = frozenset(
     {
@@ -34,6 +35,10 @@ _COMPARED = frozenset({"lt", "le", "gt", "ge"})
 _UNKNOWN = frozenset({aten.empty.memory_format, aten.empty_strided.default})
 
 
+def _is_whole(t: Tensor) -> bool:
+    return t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+
+
 class NotConstant(Exception):
     """The value depends on data, on the example sizes, or is too big to be worked out while tracing."""
 
@@ -43,10 +48,12 @@ class Constants:
         # size_of(size, i): a symbolic size in example i, 0 or 1.
         self._size_of = size_of
         self._recipes: dict[int, tuple[OpOverload | None, tuple, dict, int]] = {}
-        self._by_storage: dict[int, list[int]] = {}
+        self._by_storage: dict[int, list[Tensor]] = {}
         self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
         self._uniform: dict[int, int] = {}  # storages of numbers that torch.rand has drawn
         self.numbers: dict[int, Tensor] = {}  # what stands for a number of Python's, and what is computed of such alone, by id
+        self._bases: dict[int, Tensor] = {}  # those that show all of it, by storage
+        self._changes: dict[int, int] = {}  # how often storages were written
         self._old: list[Tensor] = []  # stand for what tensors held before they were written
         self.writes = 0  # counted by rewrites.py alone
         self.copies: set[int] = set()  # storages of what eager PyTorch has views of
@@ -107,37 +114,45 @@ class Constants:
 
     def whole(self, view: Tensor, of: Tensor) -> None:
         """`view` shows all of the storage of `of`."""
+        base = self._bases.get(of.untyped_storage()._cdata)
+        if base is not None and id(base) in self._recipes and (base.shape, base.dtype) == (view.shape, view.dtype):
+            self._add(view, self._recipes[id(base)], id(base) in self._of_inputs)
 
     def written(self, t: Tensor, new: Tensor) -> None:
         """The storage of `t` has what `new` holds."""
-        if t.untyped_storage()._cdata in self.copies:
+        key = t.untyped_storage()._cdata
+        if key in self.copies:
             raise CaptureError("what x[i] gives is written in place, where i is a tensor whose value a step computes; write x[i] = ...")
-        made, before = self._recipes.get(id(new)), self._recipes.get(id(t))
-        of_inputs = id(new) in self._of_inputs, id(t) in self._of_inputs
+        base = t if _is_whole(t) else self._bases.get(key, t)
+        made, of_inputs = self._recipes.get(id(new)), id(new) in self._of_inputs
+        shown = [(x, self._recipes[id(x)], id(x) in self._of_inputs) for x in self._by_storage.get(key, ()) if id(x) in self._recipes]
         self.forget(t)
-        whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
-        if made is None or not whole or (t.shape, t.dtype) != (new.shape, new.dtype) or any(isinstance(n, torch.SymInt) for n in t.shape):
+        self._changes[key] = self._changes.get(key, 0) + 1
+        known = made is not None and _is_whole(base) and (base.shape, base.dtype) == (new.shape, new.dtype)
+        if not known or self._changes[key] > _MAX_CHANGES or any(isinstance(n, torch.SymInt) for x, *_ in shown for n in x.shape):
             return
-        with _disable_current_modes():  # `y[mask] = -100`: what was computed of y before goes on with what it was
-            old = torch.empty(t.shape, dtype=t.dtype, device="meta")
+        with _disable_current_modes():  # `y[mask] = -100`: what was computed of y, and of what shows a part of it, goes on with what it was
+            old = {id(x): torch.empty(x.shape, dtype=x.dtype, device="meta") for x, *_ in shown}
 
         def swap(a: Any) -> Any:
-            return old if a is t else type(a)(map(swap, a)) if type(a) in (list, tuple) else a
+            return old.get(id(a), a) if isinstance(a, Tensor) else type(a)(map(swap, a)) if type(a) in (list, tuple) else a
 
-        if before is not None:
-            self._add(old, before, of_inputs[1])
-            self._old.append(old)
-            for key, (func, args, kwargs, index) in list(self._recipes.items()):
-                self._recipes[key] = func, swap(args), {k: swap(v) for k, v in kwargs.items()}, index
-        func, args, kwargs, index = made
-        self._add(t, (func, swap(args), {k: swap(v) for k, v in kwargs.items()}, index), of_inputs[0])
+        for x, recipe, inputs in shown:
+            self._add(old[id(x)], recipe, inputs)
+            self._old.append(old[id(x)])
+        for at, (func, args, kwargs, index) in list(self._recipes.items()) if shown else ():
+            self._recipes[at] = func, swap(args), {k: swap(v) for k, v in kwargs.items()}, index
+        func, args, kwargs, index = made  # type: ignore[misc]
+        for x in (base, *(x for x, *_ in shown if x is not base and _is_whole(x) and (x.shape, x.dtype) == (base.shape, base.dtype))):
+            self._add(x, (func, swap(args), {k: swap(v) for k, v in kwargs.items()}, index), of_inputs)
+        self._bases[key] = base
 
     def forget(self, t: Tensor) -> None:
         """The storage of `t` was written."""
         self._uniform = {key: storage for key, storage in self._uniform.items() if storage != t.untyped_storage()._cdata}
-        for key in self._by_storage.pop(t.untyped_storage()._cdata, ()):
-            self._recipes.pop(key, None)
-            self._of_inputs.discard(key)
+        for x in self._by_storage.pop(t.untyped_storage()._cdata, ()):
+            self._recipes.pop(id(x), None)
+            self._of_inputs.discard(id(x))
 
     def number(self, t: Tensor) -> Any:
         """The Python number that a one-element tensor holds. Raises NotConstant."""
@@ -160,9 +175,11 @@ class Constants:
 
     def _add(self, t: Tensor, recipe: tuple[OpOverload | None, tuple, dict, int], of_inputs: bool) -> None:
         self._recipes[id(t)] = recipe
+        if t.untyped_storage()._cdata not in self._bases and t.device.type != "meta" and _is_whole(t):
+            self._bases[t.untyped_storage()._cdata] = t
         if of_inputs:
             self._of_inputs.add(id(t))
-        self._by_storage.setdefault(t.untyped_storage()._cdata, []).append(id(t))
+        self._by_storage.setdefault(t.untyped_storage()._cdata, []).append(t)
 
     def _all_known(self, args: Any) -> bool:
         for a in args:

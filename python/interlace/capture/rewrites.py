@@ -76,6 +76,7 @@ class Rewrites(Constants):
                     self._know(r, [op_name(func), words, named, i])
 
     def whole(self, view: Tensor, of: Tensor) -> None:
+        super().whole(view, of)
         fake = self._whole.get(of.untyped_storage()._cdata)
         if fake is not None and id(fake) in self._ops:
             self._know(view, self._ops[id(fake)])
