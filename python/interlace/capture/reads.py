@@ -113,8 +113,8 @@ class Reads:
         with _disable_current_modes():
             array = torch.full(tuple(t.shape), value, dtype=torch.float32 if t.dtype == torch.bfloat16 else t.dtype)
             if turn and t.dim() and t.dtype != torch.bool:  # in another order, as np.argsort, np.unique or an assignment would see
-                place = torch.arange(array.numel()).reshape(array.shape)
-                array = array * (1 + place / array.numel()) if array.is_floating_point() else ((place + turn) % 2).to(t.dtype)
+                n = torch.arange(array.numel()).reshape(array.shape)
+                array = array * (1 + n / array.numel()) if array.is_floating_point() else ((n + turn) % 2).to(t.dtype)
             return array.numpy()
 
 
