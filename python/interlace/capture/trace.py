@@ -449,7 +449,7 @@ class Trace:
         except Exception as e:
             place = user_place(e.__traceback__) or what
             text = f"{place}: {type(e).__name__} while tracing {what}{self.module()}: {e}"
-            if not isinstance(e, RuntimeError) or re.search("numpy|subclass|fake|data_ptr|storage", str(e), re.I):
+            if not isinstance(e, RuntimeError) or re.search("numpy|subclass|fake|data_ptr|storage|allocated", str(e), re.I):
                 text += " (A trace has shapes and no values: where eager steps do not fail, fullgraph=False runs that module in Python.)"
             if self.symbols and self.symbols.rename(str(e)) != str(e):
                 names = " and ".join(self.symbols.sizes)
