@@ -31,8 +31,8 @@ SAMPLE = [
 ]
 # Gradients without meaning: all logits are equal to rounding; the mask of a whole row, whose mean is 0 / 0. Sizes of 0.
 ILL = ["EfficientNetForImageClassification", "LEDForConditionalGeneration", "MobileBertForMaskedLM"]
-# What the evaluator lacks: opaque modules, strides that a library's kernel chooses and a runtime need not.
-UNREAD = r"opaque module|strides \(|overflow|same dtype|prompt_tokens|declared|trainable group"
+# What the evaluator lacks: opaque modules, inputs that are none, strides that a library's kernel chooses and a runtime need not.
+UNREAD = r"opaque module|NoneType|strides \(|overflow|same dtype|prompt_tokens|declared|trainable group"
 
 
 def far(a: Tensor, b: Tensor, scale: float) -> float:
