@@ -285,6 +285,32 @@ def test_buffers_change_from_micro_batch_to_micro_batch() -> None:
         torch.testing.assert_close(buffers, state, rtol=1e-9, atol=1e-12)
 
 
+class Remembering(nn.Module):
+    """A buffer that the second layer changes and the third reads, in the middle of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.last = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4)
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == 1:
+                self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            elif i == 2:
+                x = x + self.mean
+        return self.last(x)
+
+
+def test_no_border_parts_a_buffer_from_what_changes_it() -> None:
+    losses, state = ranks.run(moved, 1, {}, Remembering)[0]
+    found, buffers = ranks.run(moved, 2, {"mesh": {"pp": 2}}, Remembering)[0]
+    assert found == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(buffers, state, rtol=1e-9, atol=1e-12)
+
+
 class Averaging(nn.Module):
     """A buffer has the average of a weight that ranks of axis tp cut."""
 

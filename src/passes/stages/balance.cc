@@ -5,8 +5,8 @@
 
 #include "base/scan.h"
 #include "base/suggest.h"
-#include "passes/step_line.h"
 #include "passes/stages/recut.h"
+#include "passes/step_line.h"
 
 namespace interlace::stages {
 namespace {
@@ -267,7 +267,11 @@ Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, 
   }
   if (static_cast<int64_t>(all.size()) < stages - 1) {
     return MakeError("the model cannot be cut into ", stages, " stages: parameters are used at ", all.size() + 1,
-                     " places only; ask for ", all.size() + 1, " stages at most");
+                     " places only",
+                     all.size() < offered.size() ? ", but for those where a buffer that the model changes, or what is "
+                                                   "recomputed, would be cut in two"
+                                                 : "",
+                     "; ask for ", all.size() + 1, " stages at most");
   }
   INTERLACE_TRY(times.Measure(model, axis, all));
   const auto count = static_cast<size_t>(stages);

@@ -230,7 +230,11 @@ bool Flow::Fits(const std::vector<char>& above) const {
     const int32_t from = DefOf(program_.RootOf(op(i).args[1].value));
     if (from >= first_backward_ && above[from] == 0 && SumsFor(from) == kNone) return false;
   }
-  return true;
+  return std::none_of(program_.buffers.begin(), program_.buffers.end(), [&](const Buffer& buffer) {
+    const int32_t write = last_write_[buffer.value];
+    return write >= 0 && std::any_of(readers_[buffer.value].begin(), readers_[buffer.value].end(),
+                                     [&](int32_t reader) { return !Repeats(reader) && above[reader] != above[write]; });
+  });
 }
 
 int32_t Flow::WaitOf(int32_t start) const {

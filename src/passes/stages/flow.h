@@ -51,7 +51,8 @@ class Flow {
 
   // By op: whether it belongs above a border in front of forward op `border`.
   std::vector<char> Above(int32_t border) const;
-  // Whether no gradient above is made below, as it is where recomputation goes on from the lower part into the upper.
+  // Whether no gradient above is made below, as it is where recomputation goes on from the lower part into the upper,
+  // and no buffer that the model changes is used in both.
   bool Fits(const std::vector<char>& above) const;
   // Bytes of gradients that come from above and are read below.
   double Back(const std::vector<char>& above) const;

@@ -365,12 +365,13 @@ bool Special::Scatter(OpId id) {
   for (const Arg& stride : op.args[3].list) view.strides.push_back(c_.sizes_.Number(stride.integer));
   if (view.sizes != from.sizes || view.strides.size() != view.sizes.size()) return false;
   const Placement of_x = c_.placement_[x], of_src = c_.PlacementOf(src);
-  std::optional<DimCut> cut = of_src.is_whole() ? std::nullopt : c_.CutOf(src);
+  DimCut cut{-1, 1};  // of src
+  if (!of_src.is_whole()) cut = c_.CutOf(src).value_or(cut);
   int64_t period = of_x.is_cut() ? of_x.period : 0;
-  if (cut && !of_x.is_cut()) period = cut->blocks == 1 ? view.sizes[cut->dim] * view.strides[cut->dim] : 0;
+  if (cut.dim >= 0 && !of_x.is_cut()) period = cut.blocks == 1 ? view.sizes[cut.dim] * view.strides[cut.dim] : 0;
   if (of_x.is_sum() || of_src.is_sum() || period == 0 || !CutOfView(out, period, c_.ranks_)) return false;
   const std::optional<DimCut> seen = CutOfView(view, period, c_.ranks_);
-  if (!seen || (cut && cut != seen)) return false;
+  if (!seen || (cut.dim >= 0 && !(cut == *seen))) return false;
   const ValueId mine = c_.AsPart(src, *seen);
   Value part;
   c_.sizes_.WritePart(view, *seen, period, part);
