@@ -2,6 +2,8 @@
 // verify_transfers.cc.
 #include <algorithm>
 #include <map>
+#include <set>
+#include <unordered_map>
 
 #include "base/append.h"
 #include "base/suggest.h"
@@ -53,20 +55,34 @@ class Meaning : OpChecks {
   }
 
   void CheckKind(const Op& op) {
-    using Check = void (Meaning::*)(const Op&);
-    static constexpr std::pair<OpKind, Check> kChecks[] = {{OpKind::kView, &Meaning::View},
-                                                           {OpKind::kGrad, &Meaning::Grad},
-                                                           {OpKind::kOutput, &Meaning::Output},
-                                                           {OpKind::kAssign, &Meaning::Assign},
-                                                           {OpKind::kCopy, &Meaning::Copy},
-                                                           {OpKind::kGradBegin, &Meaning::GradBegin},
-                                                           {OpKind::kNormPartial, &Meaning::NormPartial},
-                                                           {OpKind::kNormCoef, &Meaning::NormCoef},
-                                                           {OpKind::kCall, &Meaning::Call},
-                                                           {OpKind::kCallPython, &Meaning::CallPython}};
-    if (IsUpdate(op)) return Update(op);
-    for (const auto& [kind, check] : kChecks) {
-      if (op.kind == kind) return (this->*check)(op);
+    switch (op.kind) {
+      case OpKind::kView:
+        return View(op);
+      case OpKind::kGrad:
+        return Grad(op);
+      case OpKind::kOutput:
+        return Output(op);
+      case OpKind::kAssign:
+        return Assign(op);
+      case OpKind::kCopy:
+        return Copy(op);
+      case OpKind::kGradBegin:
+        return GradBegin(op);
+      case OpKind::kNormPartial:
+        return NormPartial(op);
+      case OpKind::kNormCoef:
+        return NormCoef(op);
+      case OpKind::kUpdateAdamW:
+      case OpKind::kUpdateAdam:
+      case OpKind::kUpdateSgd:
+      case OpKind::kUpdateRule:
+        return Update(op);
+      case OpKind::kCall:
+        return VerifyCall(program_, op, report_);
+      case OpKind::kCallPython:
+        return CallPython(op);
+      default:
+        return;
     }
   }
 
@@ -314,7 +330,6 @@ class Meaning : OpChecks {
                               [](const std::string& name, const Arg& word) { return name == word.text; });
   }
 
-  void Call(const Op& op) { VerifyCall(program_, op, report_); }
   void CallPython(const Op& op) {
     const Arg* module = op.Attr("module");
     const Arg* part = op.Attr("part");
