@@ -269,6 +269,7 @@ class Generator {
     ValueId mask = Emit("aten.gt.Scalar", {V(first), Arg::Int(0)}, Contiguous(Sizes(first), DType::kB8));
     auto kept = [=, this](ValueId of) {
       ValueId zero = Emit("aten.full", {Ints({}), Arg::Int(0)}, Contiguous({}));
+      program_.op(program_.value(zero).def).named = {{"dtype", Arg::Word(std::string(DTypeName(options_.dtype)))}};
       return Emit("aten.where.self", {V(mask), V(of), V(zero)}, Contiguous(Sizes(x)));
     };
     x_ = kept(x);
