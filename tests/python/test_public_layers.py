@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_odd_models import batch_of, loss_of
+from test_containers import as_eager
+from test_odd_models import batch_of, loss_of, plain_losses
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,16 +37,7 @@ class Draws(nn.Module):
 
 def test_what_a_draw_decides_in_any_case() -> None:
     torch.manual_seed(0)
-    model = Draws(0.0).double()
-    eager = copy.deepcopy(model)
-    own, optimizer = (torch.optim.SGD(m.b.parameters(), lr=0.1) for m in (eager, model))
-    with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
-        for i in range(3):
-            own.zero_grad()
-            expected = loss_of(eager, batch_of(i))
-            expected.backward()
-            own.step()
-            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+    as_eager(Draws(0.0).double())
     model = Draws(0.5).double()
     with pytest.raises(CaptureError, match=r"or a value that is read at .*test_public_layers.py:\d+ decides it, which fullgraph=False"):
         interlace.compile(model, torch.optim.SGD(model.b.parameters(), lr=0.1), loss_of, batch_of(0), interlace.Config(cache="off"))
@@ -69,13 +61,9 @@ def test_parameters_that_a_model_puts_anew_are_refused_with_a_way() -> None:
     for whole in (True, False):
         with pytest.raises(CaptureError, match=r'of a MultiheadAttention is another tensor.*mode="eager"'):
             interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(cache="off", fullgraph=whole))
+    expected = plain_losses(eager, own, map(batch_of, range(3)))
     with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(cache="off", mode="eager")) as trainer:
-        for i in range(3):
-            own.zero_grad()
-            expected = loss_of(eager, batch_of(i))
-            expected.backward()
-            own.step()
-            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+        assert [trainer.step(batch_of(i)).item() for i in range(3)] == pytest.approx(expected, rel=1e-12)
 
 
 class Remembers(nn.Module):
@@ -108,13 +96,9 @@ def test_attention_beside_a_criterion_that_keeps_something() -> None:
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return remembers(model(batch["x"]), batch["y"])
 
+    expected = plain_losses(eager, own, map(batch_of, range(3)))
     with interlace.compile(model, optimizer, loss_fn, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
-        for i in range(3):
-            own.zero_grad()
-            expected = loss_of(eager, batch_of(i))
-            expected.backward()
-            own.step()
-            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+        assert [trainer.step(batch_of(i)).item() for i in range(3)] == pytest.approx(expected, rel=1e-12)
 
 
 class Angles:
@@ -171,14 +155,11 @@ def test_caches_of_what_depends_on_sizes(kind: str) -> None:
     model = Turns(kind).double()
     eager = copy.deepcopy(model)
     own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
+    batches = [{name: t[: 3 if 2 <= i < 4 else 4] for name, t in batch_of(i).items()} for i in range(6)]
     with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
-        for i in range(6):
-            batch = {name: t[: 3 if 2 <= i < 4 else 4] for name, t in batch_of(i).items()}
-            own.zero_grad()
-            expected = loss_of(eager, batch)
-            expected.backward()
-            own.step()
-            torch.testing.assert_close(trainer.step(batch), expected.detach())
+        for batch in batches:  # in turns: eager steps meet what captures left
+            (expected,) = plain_losses(eager, own, [batch])
+            assert trainer.step(batch).item() == pytest.approx(expected, rel=1e-12)
         model.eval()
         torch.testing.assert_close(trainer.step(batch_of(7)), loss_of(eager, batch_of(7)).detach())
 
@@ -202,16 +183,8 @@ class Replaces(nn.Module):
 def test_a_buffer_that_the_model_makes_anew_in_another_precision() -> None:
     torch.manual_seed(0)
     model = Replaces().double()
-    eager = copy.deepcopy(model)
-    own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
-    with interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(schedule=[], cache="off")) as trainer:
-        for i in range(3):
-            own.zero_grad()
-            expected = loss_of(eager, batch_of(i))
-            expected.backward()
-            own.step()
-            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
-        assert model.rates.dtype == eager.rates.dtype == torch.float32
+    as_eager(model)
+    assert model.rates.dtype == torch.float32
 
 
 class Checks(nn.Module):
@@ -231,17 +204,7 @@ class Checks(nn.Module):
 
 def test_a_look_at_the_first_labels() -> None:
     torch.manual_seed(0)
-    model = Checks().double()
-    eager = copy.deepcopy(model)
-    own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
-    settings = interlace.Config(schedule=[], cache="off")
-    with interlace.compile(model, optimizer, lambda m, b: m(**b), batch_of(0), settings) as trainer:
-        for i in range(3):
-            own.zero_grad()
-            expected = eager(**batch_of(i))
-            expected.backward()
-            own.step()
-            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+    as_eager(Checks().double(), lambda m, b: m(**b))
 
 
 class Centre(nn.Module):
@@ -262,21 +225,11 @@ class Centre(nn.Module):
 def test_an_average_does_not_count_its_first_batch_twice(size: int) -> None:
     torch.manual_seed(0)
     model = Centre(size).double()
-    eager = copy.deepcopy(model)
-    own, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model))
-    settings = interlace.Config(schedule=[], cache="off")
     with pytest.raises(CaptureError, match="let it run once before"):
-        interlace.compile(model, optimizer, loss_of, batch_of(0), settings)
+        as_eager(model)
     assert model.centre.shape == (size,)
-    for m in (eager, model):
-        m(batch_of(9)["x"])
-    with interlace.compile(model, optimizer, loss_of, batch_of(0), settings) as trainer:
-        for i in range(3):
-            own.zero_grad()
-            expected = loss_of(eager, batch_of(i))
-            expected.backward()
-            own.step()
-            torch.testing.assert_close(trainer.step(batch_of(i)), expected.detach())
+    model(batch_of(9)["x"])
+    as_eager(model)
 
 
 ORDERS = [np.argsort, lambda x: np.unique(x, return_index=True)[1], lambda x: sorted(range(len(x)), key=x.__getitem__)]

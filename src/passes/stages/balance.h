@@ -35,7 +35,7 @@ struct Border {
 std::vector<Border> BordersOf(const Program& program, const Flow& flow, bool frozen);
 // Those in front of these parameters, or of the first parameter of these modules. Error: no such name, or not in order.
 Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const std::vector<std::string>& names);
-// One fewer than stages, balanced, that no recomputation spans (Flow::Fits). Error: fewer borders than that.
+// One fewer than stages, balanced, that no recomputation and no buffer that is changed spans (Flow::Fits). Error: fewer borders than that.
 Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, const Flow& flow, CostModel& model,
                                             const std::string& axis, const Deal& deal);
 // As a pass is told where stages begin: auto, model (the program's meta line "stages"), or

@@ -67,13 +67,13 @@ Result<Crossings> FindCrossings(const Program& program, const Phase& phase, cons
   for (const ValueId root : roots) {
     const tensor::Placement& placement = cutter.PlacementOf(root);
     Crossing& crossing = out[root];
-    const Op& def = program.op(program.value(root).def);
-    const std::string place =
-        def.source == kNone ? "" : " at " + program.sources[static_cast<size_t>(def.source)].place;
-    if (placement.is_whole() && of_rows.contains(root))
-      return MakeError("%", root, ", made by ", def.name, place,
+    if (placement.is_whole() && of_rows.contains(root)) {
+      const Op& def = program.op(program.value(root).def);
+      return MakeError("%", root, ", made by ", def.name, def.source == kNone ? "" : " at ",
+                       def.source == kNone ? "" : program.sources[static_cast<size_t>(def.source)].place,
                        ", goes from stage to stage and mixes the rows of a micro-batch, which stages of unlike ranks "
                        "have different ones of; give all stages the same dp, or choose other borders");
+    }
     if (placement.is_sum()) crossing.kind = Crossing::Kind::kSum;
     if (!placement.is_cut()) continue;
     crossing.kind = Crossing::Kind::kRows;

@@ -50,9 +50,7 @@ ValueId Cutter::AsPart(ValueId id, DimCut cut) {
     return seen;
   }
   if (!period) {  // a view whose storage has no such cut, as a diagonal: of a copy
-    Geometry copy{geometry.dtype, geometry.sizes, {}, 0};
-    for (size_t d = copy.sizes.size(); d-- > 0;)
-      copy.strides.insert(copy.strides.begin(), copy.strides.empty() ? 1 : copy.strides[0] * copy.sizes[d + 1]);
+    const Geometry copy = Contiguous(geometry.dtype, geometry.sizes);
     return AsPart(Emit("aten.clone", {Arg::Of(whole)}, copy, {}, {{"memory_format", Arg::Word("contiguous")}}), cut);
   }
   const ValueId dense = Storage(program_.RootOf(whole), {Kind::kCut, *period});

@@ -1,6 +1,7 @@
 #include "passes/tensor/placement.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace interlace::tensor {
 
@@ -8,6 +9,13 @@ int64_t Geometry::numel() const {
   int64_t count = 1;
   for (int64_t size : sizes) count *= size;
   return count;
+}
+
+Geometry Contiguous(DType dtype, std::vector<int64_t> sizes) {
+  Geometry out{dtype, std::move(sizes), {}, 0};
+  out.strides.assign(out.sizes.size(), 1);
+  for (size_t d = out.sizes.size(); d-- > 1;) out.strides[d - 1] = out.strides[d] * out.sizes[d];
+  return out;
 }
 
 int64_t Constant(Dim dim) {

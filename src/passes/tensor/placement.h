@@ -49,6 +49,8 @@ struct Geometry {
   int64_t bytes() const { return numel() * DTypeBytes(dtype); }
 };
 
+Geometry Contiguous(DType dtype, std::vector<int64_t> sizes);
+
 // A program's values as numbers, before the rewrite.
 struct Layout {
   std::vector<Geometry> geometry;           // by value; empty: a size is no number

@@ -109,10 +109,6 @@ const Row* Find(const Op& op) {
   return it == table.end() ? nullptr : &it->second;
 }
 
-bool IsZero(const Arg& arg) {
-  return arg == Arg::Int(0) || arg == Arg::Float(0) || arg == Arg::Float(-0.0) || arg == Arg::Bool(false);
-}
-
 // Counted from the front. -1: no number, or out of range.
 int64_t DimOf(const Arg& arg, size_t rank) {
   if (arg.kind != Arg::Kind::kInt || !arg.integer.is_const()) return -1;
@@ -436,6 +432,10 @@ Facts FactsOf(const Program& program, const Phase& phase, const NumberOf& number
     out.rules[id] = RuleOf(program.op(id), geometry);
   }
   return out;
+}
+
+bool IsZero(const Arg& arg) {
+  return arg == Arg::Int(0) || arg == Arg::Float(0) || arg == Arg::Float(-0.0) || arg == Arg::Bool(false);
 }
 
 bool ReadsSizesOnly(const Op& op) {

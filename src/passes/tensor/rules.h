@@ -52,6 +52,8 @@ Facts FactsOf(const Program& program, const Phase& phase, const NumberOf& number
 
 // Whether an op reads no more of its operands than their sizes.
 bool ReadsSizesOnly(const Op& op);
+// Whether an argument is the number zero, which is a part of any sum.
+bool IsZero(const Arg& arg);
 // "aten.mul" of "aten.mul.Tensor".
 std::string_view BaseName(std::string_view name);
 // A dimension argument, counted from the front. -1: no number, or out of range.

@@ -10,13 +10,6 @@ namespace {
 
 using Kind = Placement::Kind;
 
-Geometry Contiguous(DType dtype, std::vector<int64_t> sizes) {
-  Geometry out{dtype, std::move(sizes), {}, 0};
-  out.strides.assign(out.sizes.size(), 1);
-  for (size_t d = out.sizes.size(); d-- > 1;) out.strides[d - 1] = out.strides[d] * out.sizes[d];
-  return out;
-}
-
 bool IsValue(const Op& op, size_t index) {
   return op.args.size() > index && op.args[index].kind == Arg::Kind::kValue;
 }

@@ -37,7 +37,7 @@ bool Cutter::IsZero(ValueId root) const {
   const std::string_view name = BaseName(op.name);
   if (name == "aten.zeros" || name == "aten.zeros_like" || name == "aten.new_zeros") return true;
   const size_t at = name == "aten.scalar_tensor" ? 0 : name == "aten.full" || name == "aten.full_like" ? 1 : 2;
-  return at < 2 && op.args.size() > at && (op.args[at] == Arg::Int(0) || op.args[at] == Arg::Float(0));
+  return at < 2 && op.args.size() > at && tensor::IsZero(op.args[at]);
 }
 
 // A gradient is placed as its parameter is.
