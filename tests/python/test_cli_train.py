@@ -19,6 +19,7 @@ from commands import Command
 
 from interlace import _core
 from interlace.cli.settings import TrainSettings
+from interlace.cli.train_log import gained
 from interlace.cli.train_view import curve
 from interlace.data import find_text
 
@@ -31,6 +32,18 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("train")
     (path / "text.py").write_bytes(b"".join(file.read_bytes() for file in find_text().files[:12]))
     return path
+
+
+@pytest.mark.parametrize(
+    ("faster", "less", "said"),
+    [(0.124, -0.051, "12 % faster and 5 % more memory than"), (-0.02, 0.004, "2 % slower than"), (0.001, 0.2, "20 % less memory than"),
+     (0.0, -0.0049, "as fast and as large as the one before")],
+)  # fmt: skip
+def test_what_a_plan_gained_names_only_what_changed(faster: float, less: float, said: str) -> None:
+    plan = {"reason": "memory", "seconds": 1.0, "changed": True, "faster": faster, "less_memory": less}
+    line = gained(plan)
+    assert line.startswith("planned again (memory) in 1") and f"another program, {said}" in line
+    assert "0 %" not in line.replace("20 %", "")
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -135,7 +135,7 @@ def gained(plan: dict[str, Any]) -> str:
     again = "" if plan["reason"] == "schedule" else f" again ({plan['reason']})"
     line = f"planned{again} in {seconds(plan['seconds'])}: {'another program' if plan['changed'] else 'the same program'}"
     if plan["changed"] and plan.get("faster") is not None:
-        speed, memory = 100 * plan["faster"], 100 * plan["less_memory"]
-        line += f", {abs(speed):.0f} % {'faster' if speed >= 0 else 'slower'}, {abs(memory):.0f} % {'less' if memory >= 0 else 'more'} memory"
-        line += " than the one before, as predicted"
+        by = ((plan["faster"], "faster", "slower"), (plan["less_memory"], "less memory", "more memory"))
+        parts = [f"{abs(100 * share):.0f} % {gain if share > 0 else loss}" for share, gain, loss in by if round(100 * share)]
+        line += f", {' and '.join(parts)} than the one before, as predicted" if parts else ", as fast and as large as the one before"
     return line
