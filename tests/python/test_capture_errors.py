@@ -389,8 +389,8 @@ def spec(**batch):
         (
             {"x": torch.zeros(2, 3), "n": 2},
             "batch entry 'x' is float32[2, 3], but the program was compiled for float32[2, 4]; leave a smaller "
-            "last batch out (DataLoader(drop_last=True)), or declare the sizes that there are with Config(shapes=...) and what fills "
-            "them up with pad=...",
+            "last batch out (DataLoader(drop_last=True)), or say with Config(pad={...}) what fills each entry up "
+            "that varies",
         ),
         (
             {"x": torch.zeros(2, 4, dtype=torch.int32), "n": 2},

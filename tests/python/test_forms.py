@@ -323,12 +323,12 @@ def test_a_rank_that_alone_has_another_form_is_named() -> None:
     """At once: the timeout of these runs is longer than that of this test."""
     for text in ranks.run(refused, 2, alone):
         assert "rank 0 makes step 1 as it is; rank 1 asked because batch entry 'x' is int64[4, 6], but the program was compiled for" in text
-        assert "; give all ranks the same sizes, or declare those that there are with Config(shapes=...)" in text
+        assert "; give all ranks the same sizes, or say with Config(pad={...})" in text
 
 
 def test_ranks_with_other_sizes_are_told_what_to_do() -> None:
     for text in ranks.run(refused, 2, unlike):
         assert text.endswith(
-            "batch entry x is int64[4, 7] on rank 1 and int64[4, 6] on rank 0 before step 1; give all ranks the same sizes, or declare those "
-            "that there are with Config(shapes=...) and what fills them up with pad=..."
+            "batch entry x is int64[4, 7] on rank 1 and int64[4, 6] on rank 0 before step 1; give all ranks the same sizes, or say with "
+            "Config(pad={...}) what fills each entry up that differs"
         ), text

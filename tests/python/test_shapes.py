@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import interlace
 from interlace.config import Config, ConfigError
+from interlace.train.shapes import _rounded
 
 Tensor = torch.Tensor
 SHAPES = {"input_ids": [(2, 12), (2, 16)], "labels": [(2, 12), (2, 16)]}
@@ -94,11 +95,12 @@ def test_ranks_choose_together_and_pad_as_by_hand(case: str, config: dict[str, A
         assert padded["stats"]["padding"] == 0
 
 
-def test_padding_changes_nothing_against_plain_torch() -> None:
+@pytest.mark.parametrize("shapes", [SHAPES, None], ids=["declared", "as they come"])
+def test_padding_changes_nothing_against_plain_torch(shapes: Any) -> None:
     model = zoo.build("llama", torch.float32)
     theirs = copy.deepcopy(model)
     opt, their_opt = parity.make_optimizer("adamw", model), parity.make_optimizer("adamw", theirs)
-    with interlace.compile(model, opt, loss, batch_of(7, 0), Config(shapes=SHAPES, pad=PAD)) as trainer:
+    with interlace.compile(model, opt, loss, batch_of(7, 0), Config(shapes=shapes, pad=PAD)) as trainer:
         for step, length in enumerate([7, 16, 12, 5, 13]):
             batch = batch_of(length, step)
             expected = loss(theirs, batch)
@@ -108,6 +110,49 @@ def test_padding_changes_nothing_against_plain_torch() -> None:
             assert float(trainer.step(batch)) == pytest.approx(float(expected.detach()), rel=1e-5)
         for name, t in trainer.state_dict().items():
             torch.testing.assert_close(t, dict(theirs.state_dict())[name], rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_are_rounded_up_to_few() -> None:
+    for length in range(1, 300):
+        assert length <= _rounded(length) <= length * 9 / 8 and _rounded(_rounded(length)) == _rounded(length)
+    assert sorted({_rounded(n) for n in range(65, 129)}) == [72, 80, 88, 96, 104, 112, 120, 128]
+
+
+# Lengths of the steps on ranks 0 and 1, and the shape that holds both: the example's, a shape that is there, one rounded up.
+COME = [(33, 20, 33), (40, 37, 40), (60, 57, 60), (36, 38, 40), (30, 33, 33), (5, 58, 60), (17, 17, 18), (61, 9, 64)]
+
+
+def as_they_come(padded: bool, **config: Any) -> dict[str, Any]:
+    """A run with pad alone, or with batches that are filled up beforehand."""
+    rank, size = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    settings = interlace.Config(timeout_s=60, pad=PAD, **{"schedule": [], **config})
+    found = []
+    with interlace.compile(model, parity.make_optimizer("adamw", model), loss, batch_of(33, 0), settings) as trainer:
+        for step, (*lengths, whole) in enumerate(COME):
+            batch = batch_of(lengths[rank] if size > 1 else max(lengths), 10 * step + rank)
+            batch = by_hand(batch, whole) if padded else batch
+            found += [trainer.step(batch).item(), trainer.evaluate(batch)["loss"].item()]
+        return {"losses": found, "weights": digest(trainer.state_dict(all_ranks=True)), "stats": trainer.stats()}
+
+
+def rounded_and_by_hand(**config: Any) -> list[dict[str, Any]]:
+    return [as_they_come(False, **config), as_they_come(True, **config)]
+
+
+def test_lengths_as_they_come_are_rounded_up_together() -> None:
+    for ragged, padded in ranks.run(rounded_and_by_hand, 2, strategy="zero1"):
+        assert ragged["losses"] == padded["losses"] and ragged["weights"] == padded["weights"]
+        assert sorted(ragged["stats"]["shapes"].values()) == [1, 1, 2, 2, 2]  # of 18, 64, and 33, 40, 60
+
+
+def test_few_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("interlace.train.shapes.KEPT", 2)
+    few = as_they_come(False)
+    monkeypatch.undo()
+    many = as_they_come(False)
+    assert few["losses"] == many["losses"] and few["weights"] == many["weights"]
+    assert (few["stats"]["compiled_shapes"], many["stats"]["compiled_shapes"]) == (2, 5)
 
 
 def test_the_last_batch_may_have_fewer_rows() -> None:
@@ -182,7 +227,8 @@ def test_a_wrong_batch_on_one_rank_is_told_to_the_others() -> None:
     ("values", "message"),
     [
         ({"shapes": {"x": [(4, 8)]}}, "pad lacks 'x': say which value fills it up, for example pad={'x': 0}"),
-        ({"pad": {"x": 0}}, "pad is of use with shapes only"),
+        ({"pad": {"x": True}}, "pad of 'x' must be a number, not True"),
+        ({"pad": ["x"]}, "shapes must be {input: [sizes, ...]}, for example"),
         ({"shapes": {"x": [(4, 8)]}, "pad": {"x": 0, "y": 1}}, "pad has 'y', which is not in shapes"),
         ({"shapes": {"x": (4, 8)}, "pad": {"x": 0}}, "shapes must be {input: [sizes, ...]}, for example"),
         ({"shapes": {"x": [(4, 8), (4,)]}, "pad": {"x": 0}}, "all shapes of 'x' must have as many dimensions"),
@@ -201,9 +247,11 @@ def test_wrong_shapes_are_refused(values: dict[str, Any], message: str) -> None:
 
 def test_shapes_of_an_unknown_entry_are_refused() -> None:
     model = zoo.build("llama", torch.float32)
-    settings = Config(shapes={"input_id": [(2, 12)]}, pad={"input_id": 0})
-    with pytest.raises(ConfigError, match=r"shapes has 'input_id', which the batch lacks; did you mean 'input_ids'\?"):
-        interlace.compile(model, parity.make_optimizer("sgd", model), loss, batch_of(12, 0), settings)
+    for more, what in (({"shapes": {"input_id": [(2, 12)]}}, "shapes"), ({}, "pad")):
+        with pytest.raises(ConfigError, match=rf"{what} has 'input_id', which the batch lacks; did you mean 'input_ids'\?"):
+            interlace.compile(
+                model, parity.make_optimizer("sgd", model), loss, batch_of(12, 0), Config(pad={"input_id": 0}, **more)
+            )
 
 
 def test_another_shape_than_the_declared_ones_stays_an_error() -> None:

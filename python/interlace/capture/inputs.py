@@ -219,8 +219,8 @@ class InputSpec:
                 advice = "pass batches like the example batch, or compile again"
                 if x.dtype == t.dtype and x.dim() == len(t.shape) and x.dim() > 0:
                     advice = (
-                        "leave a smaller last batch out (DataLoader(drop_last=True)), or declare the sizes that there are with "
-                        "Config(shapes=...) and what fills them up with pad=..."
+                        "leave a smaller last batch out (DataLoader(drop_last=True)), or say with Config(pad={...}) what fills each entry "
+                        "up that varies"
                     )
                 raise CaptureError(f"batch entry '{t.name}' is {got}, but the program was compiled for {t.describe()}; {advice}")
             out.append(x)

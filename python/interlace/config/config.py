@@ -126,7 +126,8 @@ class Config:
     profile          times that passes decide by: "auto" measures them in the first steps, "off", or a profile's file
     cluster          the machines that passes decide for: a preset or a file; None: this host's CPUs (local-N)
     shapes           {input: [sizes, ...]}: the shapes of a micro-batch's inputs that vary, each compiled when first met
-    pad              {input: value}: what fills a batch that is smaller than its shape; required with shapes
+    pad              {input: value}: what fills a batch that is smaller than its shape; without shapes: lengths as they come, rounded up
+                     by an eighth at most
     cache            a folder for compiled programs; None: $INTERLACE_CACHE or ~/.cache/interlace; "off": none is kept
     trust_program    run a checkpoint's program though it was made elsewhere; False: only what was made here, or from the capture just now
     param_dtype      "bfloat16" or "float16": parameters (float32 in the optimizer) are cast to it for forward and backward, and so are
@@ -239,8 +240,8 @@ class Config:
         object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "pad", pad)
         chosen = self.schedule not in ("auto", ())
-        if self.mode == "eager" and (chosen or shapes):
-            raise ConfigError(f'{"schedule" if chosen else "shapes"} needs mode="compiled"')
+        if self.mode == "eager" and (chosen or pad):
+            raise ConfigError(f'{"schedule" if chosen else "shapes" if shapes else "pad"} needs mode="compiled"')
 
     def _tensor_parallel(self) -> None:
         if self.tensor_ranks == 1:
@@ -274,8 +275,8 @@ class Config:
                 f'stage_order="interleaved" runs micro-batches in groups of {self.stage_ranks}, and accumulation={self.accumulation} is '
                 f"no multiple; write accumulation={-(-self.accumulation // self.stage_ranks) * self.stage_ranks}"
             )
-        if self.stage_meshes and self.shapes:
-            raise ConfigError("shapes needs stages with as many ranks each: a program for each shape is made for one size of micro-batches")
+        if self.stage_meshes and self.pad:
+            raise ConfigError("shapes and pad need stages with as many ranks each: a shape's program is made for one size of micro-batches")
         if self.debug:
             raise ConfigError("debug runs a step op by op on all ranks, which stages of a pipeline are not; leave axis pp out for that")
 

@@ -174,17 +174,18 @@ def data_place(mesh: Mesh | None, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def shapes_form(shapes: Any, pad: Any) -> tuple[Any, Any]:
-    """Both as sorted tuples of (input, ...). Error: another form, inputs with unequal numbers of shapes, a value to pad with that
-    is missing."""
-    if isinstance(shapes, tuple) and isinstance(pad, tuple):
-        shapes, pad = dict(shapes), dict(pad)
-    if not shapes:
-        if pad:
-            raise ConfigError("pad is of use with shapes only: declare the shapes that batches are padded to")
-        return None, None
+    """Both as sorted tuples of (input, ...); None for shapes: as they come. Error: another form, inputs with unequal numbers of shapes, a
+    value to pad with that is missing."""
+    shapes, pad = (dict(given) if isinstance(given, tuple) else given or {} for given in (shapes, pad))
     form = 'shapes must be {input: [sizes, ...]}, for example {"input_ids": [(4, 128), (4, 256)]}'
-    if not isinstance(shapes, Mapping) or not isinstance(pad or {}, Mapping):
-        raise ConfigError(f"{form} and pad {{input: value}}, not {shapes!r} and {pad!r}")
+    if not isinstance(shapes, Mapping) or not isinstance(pad, Mapping):
+        raise ConfigError(f"{form}, and pad {{input: value}}, for example {{'input_ids': 0}}, not {shapes or None!r} and {pad or None!r}")
+    for name, value in pad.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"pad of '{name}' must be a number, not {value!r}")
+    values = tuple(sorted((str(n), v) for n, v in pad.items())) or None
+    if not shapes:
+        return None, values
     found = {}
     for name, sizes in shapes.items():
         if not isinstance(sizes, (list, tuple)) or not sizes:
@@ -199,15 +200,13 @@ def shapes_form(shapes: Any, pad: Any) -> tuple[Any, Any]:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"'{n}' {c}" for n, c in counts.items())
         raise ConfigError(f"every input of shapes needs one entry for each shape of the batch, but there are {listed}")
-    for name in pad or {}:
+    for name in pad:
         if name not in found:
             raise ConfigError(f"pad has '{name}', which is not in shapes{did_you_mean(str(name), found)}")
     for name in found:
-        if name not in (pad or {}):
+        if name not in pad:
             raise ConfigError(f"pad lacks '{name}': say which value fills it up, for example pad={{'{name}': 0}}")
-        if isinstance(pad[name], bool) or not isinstance(pad[name], (int, float)):
-            raise ConfigError(f"pad of '{name}' must be a number, not {pad[name]!r}")
-    return tuple(sorted(found.items())), tuple(sorted((str(n), v) for n, v in pad.items()))
+    return tuple(sorted(found.items())), values
 
 
 def first_loss_scale(setting: float | str | None) -> float | None:

@@ -173,14 +173,14 @@ class _Build:
 
     def _compare_ranks(self) -> None:
         groups = [[self.names.get(id(p), "?") for p in g["params"]] for g in self.optimizer.param_groups]
-        varying = dict(self.config.shapes or ())
+        varying = {t.name: f"{t.dtype} of {len(t.shape)} dimensions" for t in self.spec.tensors if t.name in dict(self.config.pad or ())}
         config = {k: v for k, v in self.config.to_dict().items() if k not in ("dump_ir", "cache")}
         rows = self.config.data_place(self.peers.rank, self.peers.size)[1] if self.config.stage_meshes else 1
         compiled = self.config.mode == "compiled"
         mine = {
             "setting": {k: repr(v) for k, v in config.items()},
             "device": {"kind": self.peers.device.type},
-            "batch entry": {n: d for n, d in batches.describe(self.spec, rows).items() if compiled and n not in varying},
+            "batch entry": {n: varying.get(n, d) for n, d in batches.describe(self.spec, rows).items() if compiled},
             "parameter": {
                 t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"
                 for t in self.tensors if t.kind == "param"
@@ -293,10 +293,9 @@ class _Build:
 
     def _open_shapes(self) -> Shapes | None:
         """With several shapes, the example batch stands for the one that holds it."""
-        if not self.config.shapes:
+        if not self.config.pad:
             return None
-        shapes = Shapes(self.config, self.peers, self.captures, self.planner)
-        shapes.current = shapes.choose(self.parts)
+        shapes = Shapes(self.config, self.peers, self.captures, self.planner, self.parts)
         self.micro_batch = shapes.filled(self.parts, shapes.current)[0]
         shapes.current.spec = self.spec = InputSpec.of(self.micro_batch)
         shapes.current.stage = stage_at(self.config.schedule, 0)

@@ -82,6 +82,8 @@ class Evaluation:
         loss_fn = loss_fn or self.captures.loss_fn
         if isinstance(run.runner, EagerRunner):
             return self._run_eager(run.runner, batch, loss_fn)
+        if run.shapes is not None and run.shapes.rounds and loss_fn is self.captures.loss_fn:
+            batch = run.shapes.filled([batch], run.shapes.choose([batch]))[0]
         self._numbers |= run.spec.numbers()
         batch = with_numbers(batch, self._numbers)
         spec = dataclasses.replace(InputSpec.of(batch), free=run.spec.free)

@@ -51,7 +51,7 @@ log = logging.getLogger("interlace")
 Tensor = torch.Tensor
 KEPT = 8  # programs of other states of the model
 MANY_FORMS = 4  # of a batch, when another way is said
-SIZES = "give all ranks the same sizes, or declare those that there are with Config(shapes=...) and what fills them up with pad=..."
+SIZES = "give all ranks the same sizes, or say with Config(pad={...}) what fills each entry up that differs"
 NUMBERS = 2  # times that a number or size of another value is worth a capture
 
 
@@ -202,7 +202,7 @@ class Follow:
         if " the constant " in why:
             why += ", which is best left out of the batch where nothing reads it"
         elif self._forms == MANY_FORMS:
-            why += "; with Config(shapes=..., pad=...) few programs are enough"
+            why += "; with Config(pad={...}), which says what fills each such entry up, few programs are enough"
         self.follow(batch, Form(spec, why, {**changed, **differ}, bool(differ)))
         return self.numbered(batch)
 

@@ -6,6 +6,10 @@
 
 A step begins with one all-reduce of the largest sizes; a shape is compiled when it is first met, so there are as many compilations as
 shapes at most. All programs work on the same parameters and states (programs.py: donor).
+
+With pad alone, shapes are made as lengths come, eight between a length and twice that:
+
+    length 137 (the example's), 90, 95, 131, 200  →  137, 96, 96, 137, 208
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from interlace.train.run import Run, gathered
 
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
+KEPT = 32  # programs of shapes that nobody declared
 
 
 @dataclasses.dataclass
@@ -41,6 +46,7 @@ class Bucket:
     built: Built | None = None
     stage: int = -1  # of the schedule, whose passes its program has
     steps: int = 0
+    used: int = 0  # of all steps, the last one
 
     @property
     def elements(self) -> int:
@@ -57,16 +63,18 @@ class Shapes:
     """The declared shapes of a run, from the smallest on. `real` and `padded`: elements of this rank's batches so far, without and with
     padding."""
 
-    def __init__(self, config: Config, peers: Peers, captures: Captures, planner: Planner) -> None:
+    def __init__(self, config: Config, peers: Peers, captures: Captures, planner: Planner, example: list[Any]) -> None:
         self.peers, self.accumulation, self.captures, self.planner = peers, config.accumulation, captures, planner
-        shapes, self.pad = dict(config.shapes), dict(config.pad)
-        count = len(next(iter(shapes.values())))
+        shapes, self.pad = dict(config.shapes or ()), dict(config.pad)
+        count = len(next(iter(shapes.values()), ()))
         buckets = [Bucket({name: sizes[i] for name, sizes in shapes.items()}) for i in range(count)]
         self.buckets = sorted(buckets, key=lambda b: b.elements)
-        self.current = self.buckets[0]
-        self.real = self.padded = 0
+        self.real = self.padded = self.steps = 0
         self._parts: list[Any] = []  # of the step under way
         self.open_ended = False  # shapes that nobody declared are compiled when first met, as they are
+        self.rounds = not shapes  # and of sizes that are rounded up
+        self._dims = {t.name: len(t.shape) for t in InputSpec.of(example[0]).tensors}
+        self.current = self.choose(example)
 
     def switch(self, run: Run, batch: Any) -> list[Any]:
         """A step's micro-batches, padded to the shape that all ranks agree on, whose program then runs."""
@@ -77,6 +85,8 @@ class Shapes:
             return filled
         run.flush()
         if bucket.built is None or self.planner.programs.regions.stale(bucket.built.source.waits):
+            if self.rounds and len(kept := [b for b in self.buckets if b.built is not None]) >= KEPT:
+                min(kept, key=lambda b: b.used).built = None
             bucket.built, bucket.spec = self._build(run, bucket, filled[0]), InputSpec.of(filled[0])
             bucket.stage = run.stage
         assert bucket.spec is not None
@@ -105,7 +115,7 @@ class Shapes:
 
     def choose(self, parts: list[Any]) -> Bucket:
         """The smallest shape that holds the micro-batches of all ranks; every rank must call it. Error: none does."""
-        names = list(self.buckets[0].sizes)
+        names = list(self.pad)
         need, problem = self._need(parts)
         if problem is not None:
             raise InterlaceError(problem)  # the guard around steps tells the others
@@ -113,6 +123,11 @@ class Shapes:
         flat = self.peers.groups.largest(flat)
         for name in names:
             need[name], flat = flat[: len(need[name])], flat[len(need[name]) :]
+        if self.rounds:
+            chosen = self._of_few(need)
+            if chosen not in self.buckets:
+                self.buckets.append(chosen)
+            return chosen
         if self.open_ended:
             sizes = {name: tuple(size) for name, size in need.items()}
             found = next((bucket for bucket in self.buckets if bucket.sizes == sizes), None)
@@ -129,18 +144,30 @@ class Shapes:
             "declare a larger shape, or cut the batch"
         )
 
+    def _of_few(self, need: dict[str, list[int]]) -> Bucket:
+        """A shape that is there already and fills up by an eighth at most; else these sizes rounded up, but where they are the example's."""
+        sizes = {name: tuple(size) for name, size in need.items()}
+        if not self.buckets:
+            return Bucket(sizes)
+        most = Bucket(sizes).elements * 9 // 8
+        fitting = [bucket for bucket in self.buckets if bucket.fits(need) and bucket.elements <= most]
+        first = self.buckets[0].sizes
+        rounded = {name: tuple(n if n == m else _rounded(n) for n, m in zip(size, first[name], strict=True)) for name, size in sizes.items()}
+        return min(fitting, key=lambda bucket: bucket.elements, default=Bucket(rounded))
+
     def _need(self, parts: list[Any]) -> tuple[dict[str, list[int]], str | None]:
         """The largest sizes over this rank's micro-batches."""
-        found = {name: [0] * len(size) for name, size in self.buckets[0].sizes.items()}
+        found = {name: [0] * self._dims[name] for name in self.pad}
         for part in parts:
             spec = InputSpec.of(part)
             known = {t.name: t for t in spec.tensors}
             for name, sizes in found.items():
                 if name not in known:
-                    return found, f"shapes has '{name}', which the batch lacks{did_you_mean(name, known)}"
+                    return found, f"{'pad' if self.rounds else 'shapes'} has '{name}', which the batch lacks{did_you_mean(name, known)}"
                 shape = known[name].shape
                 if len(shape) != len(sizes):
-                    return (found, f"batch entry '{name}' has {len(shape)} dimensions, its declared shapes have {len(sizes)}")
+                    known_of = "the example batch's has" if self.rounds else "its declared shapes have"
+                    return found, f"batch entry '{name}' has {len(shape)} dimensions, {known_of} {len(sizes)}"
                 found[name] = [max(a, int(b)) for a, b in zip(sizes, shape, strict=True)]
         return found, None
 
@@ -162,6 +189,7 @@ class Shapes:
     def note_step(self) -> None:
         """A step was made with the micro-batches of the last switch."""
         self.current.steps += 1
+        self.current.used = self.steps = self.steps + 1
         for part in self._parts:
             known = {t.name: t for t in InputSpec.of(part).tensors}
             self.real += sum(math.prod(int(n) for n in known[name].shape) for name in self.current.sizes)
@@ -177,10 +205,17 @@ class Shapes:
         }
 
 
+def _rounded(n: int) -> int:
+    """Up to one of eight sizes between a power of two and the next."""
+    step = 1 << max(0, n.bit_length() - 4)
+    return -(-n // step) * step
+
+
 def check_shapes_of(spec: InputSpec, config: Config) -> None:
     """Error: shapes of entries that the batch has not."""
     known = {t.name: t for t in spec.tensors}
-    for name, _ in config.shapes or ():
+    for name, _ in config.pad or ():
         if name not in known:
             listed = ", ".join(f"'{n}'" for n in known)
-            raise ConfigError(f"shapes has '{name}', which the batch lacks{did_you_mean(name, known)} (entries: {listed})")
+            what = "shapes has" if config.shapes else "pad has"
+            raise ConfigError(f"{what} '{name}', which the batch lacks{did_you_mean(name, known)} (entries: {listed})")
