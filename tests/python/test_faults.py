@@ -14,6 +14,7 @@ from pathlib import Path
 import failing
 import pytest
 import ranks
+import torch
 import torch.distributed as dist
 import zoo
 
@@ -268,3 +269,40 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
             assert trainer.step(zoo.tokens(2, 0)) > 0
     assert isinstance(e.value, interlace.InterlaceError)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "elsewhere"]
+
+
+def lost_in_the_loop(folder: str) -> None:
+    """Rank 1 dies, rank 0 in a transfer of the loop's own learns it first, and rank 2 in a save."""
+    with make() as trainer:
+        trainer.step(zoo.tokens(2, 0))
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pair = torch.zeros(1)
+        if dist.get_rank() == 0:
+            dist.recv(pair, 1)
+        time.sleep(5)  # what rank 0 says of its end is there by then
+        trainer.save(folder)
+
+
+def test_a_rank_that_the_loops_own_transfer_loses_is_named(tmp_path: Path) -> None:
+    first, _, third = ranks.outcomes(lost_in_the_loop, 3, str(tmp_path / "c"))
+    assert first is not None and third is not None
+    assert isinstance(first.error, RuntimeError) and "Connection" in str(first.error), first
+    assert "rank 1 was lost: " in str(third.error) and "every rank must call" not in str(third.error), third
+
+
+def failed_in_the_loop() -> None:
+    with make() as trainer:
+        trainer.step(zoo.tokens(2, 0))
+        if dist.get_rank() == 1:
+            raise ValueError("no more data here")
+        trainer.step(zoo.tokens(2, 1))
+        trainer.step(zoo.tokens(2, 2))
+
+
+def test_an_error_of_one_ranks_loop_is_told_to_the_others() -> None:
+    first, second = ranks.outcomes(failed_in_the_loop, 2)
+    assert first is not None and second is not None
+    assert isinstance(second.error, ValueError)
+    assert "rank 1 failed: no more data here" in str(first.error), first

@@ -312,6 +312,8 @@ def test_a_norm_that_is_not_finite_is_explained_and_changes_nothing() -> None:
     trainer.step(good)
     report = trainer.inspect(good, stop_at="line")
     assert report["ops"] and report["values"]
+    assert trainer.inspect(torch.ones(5, 2), stop_at="line")["values"]  # of another form: compiled
+    assert trainer.explain_nonfinite(-torch.ones(4, 2)) is not None
     skipping = interlace.compile(
         model, torch.optim.AdamW(model.parameters()), lambda m, b: m(b), good, interlace.Config(skip_nonfinite=True)
     )

@@ -230,6 +230,17 @@ class Peers:
         self.places.ask(lambda: (self._store.set(key, words), self._store.set(_FAILED, "")))
         self.close()
 
+    def left_by(self, error: BaseException) -> None:
+        """Tells the others of an error outside of the trainer's calls that ends this rank's loop. Where a transfer of the loop's own broke,
+        that is the failure of another rank, which is known a while later. Never raises."""
+        if self._store is None or self._failed or self._closed or isinstance(error, SystemExit):
+            return
+        cause, end = None, time.monotonic() + 2 * _SILENT_S
+        while cause is None and isinstance(error, RuntimeError) and is_transfer_error(error) and time.monotonic() < end:
+            cause = self.places.ask(lambda: self._posted() or self._lost() or _gone(self.places.silent(_SILENT_S)))
+            time.sleep(_PAUSE_S)
+        self.fail(cause or error)
+
     def explain(self, error: BaseException) -> PeerError:
         """The cause behind a broken transfer: a failed rank's own words (posted before it closed), or the rank that was lost."""
         text = str(error).split("\n")[0]
@@ -281,7 +292,7 @@ class Peers:
             silent = [r for r in self.places.silent(_SILENT_S) if not self._store.check([f"failed/{r}"])]
         except RuntimeError as e:
             return _no_store(e) if self.groups.cut_off() else None
-        return _gone(silent) if silent else None
+        return _gone(silent)
 
     def _not_coming(self, text: str) -> PeerError | None:
         """After a device's transfer has timed out."""
@@ -291,7 +302,7 @@ class Peers:
     def _lost(self) -> PeerError | None:
         """A rank whose connection to the store has ended, in a run whose store knows."""
         lost = [r for r in self._presence.gone() if r != self.rank] if self._presence is not None else []
-        return _gone(lost) if lost else None
+        return _gone(lost)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -349,7 +360,9 @@ class Peers:
         self._on_close.append(hook)
 
 
-def _gone(ranks: list[int]) -> PeerError:
+def _gone(ranks: list[int]) -> PeerError | None:
+    if not ranks:
+        return None
     return PeerError(f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} lost: process ended or host cut off", ranks[0])
 
 

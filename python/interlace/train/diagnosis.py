@@ -25,17 +25,15 @@ class Diagnosis:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def explain_nonfinite(self, batch: Any) -> str | None:
-        self._run.check_open()
+    def explain_nonfinite(self, inputs: Any) -> str | None:
         with self._run.peers.guard():
-            return self._find_culprit(self._run.inputs(batch))
+            return self._find_culprit(inputs)
 
-    def inspect(self, batch: Any, stop_at: str = "") -> dict[str, Any]:
-        self._run.check_open()
+    def inspect(self, inputs: Any, stop_at: str = "") -> dict[str, Any]:
         if self._run.config.mode == "eager":
             raise InterlaceError('inspect() looks at the compiled program; in mode="eager" use print and pdb in the model itself')
         with self._run.peers.guard():
-            return self._run.executor.debug_step(self._run.inputs(batch), self._run.steps, stop_at)
+            return self._run.executor.debug_step(inputs, self._run.steps, stop_at)
 
     def _find_culprit(self, inputs: Any) -> str | None:
         # Ranks run op by op together or not at all: the ops talk to the other ranks.

@@ -36,7 +36,8 @@ class Stepping:
         self._rewriting = Rewriting(run)
         self._own = OwnSteps(run)
 
-    def step(self, batch: Any) -> Tensor:
+    def inputs(self, batch: Any) -> Any:
+        """A batch as the runner takes it. The program is that of its form, and of what Python has changed, from now on."""
         run = self._run
         run.check_open()
         with run.peers.guard():
@@ -55,6 +56,10 @@ class Stepping:
                 self._follow.follow(batch)
                 self._follow.take(batch, inputs)
                 self._rewriting.before(run.ir, inputs)
+        return inputs
+
+    def step(self, batch: Any) -> Tensor:
+        run, inputs = self._run, self.inputs(batch)
         if not self._compared:
             run.check_same_batch("the first batch", inputs)
             self._compared = True

@@ -97,8 +97,9 @@ class Trainer:
 
         Gives what `loss_fn` gives, by name, "loss" first; by default the loss function of training. The batch is one part, not cut into
         micro-batches, of any shape: each is compiled when first met. Parameters are gathered as in training: no rank holds the whole
-        model. States that an offload keeps out of memory stay there. Every rank must call it with the same shape. Error, after which
-        training can go on: the batch needs more than memory_limit, or ranks gave other shapes, or other rows where they share them.
+        model. States that an offload keeps out of memory stay there. Every rank must call it with the same shape; with Config.pad alone
+        and the loss function of training, batches are filled up as in training. Error, after which training can go on: the batch needs
+        more than memory_limit, or ranks gave other shapes, or other rows where they share them.
 
             losses = [trainer.evaluate(b)["loss"].item() for b in validation]
         """
@@ -156,11 +157,11 @@ class Trainer:
 
         None when all values are finite. Every rank must call it.
         """
-        return self._diagnosis.explain_nonfinite(batch)
+        return self._diagnosis.explain_nonfinite(self._stepping.inputs(batch))
 
     def inspect(self, batch: Any, stop_at: str = "") -> dict[str, Any]:
         """Runs the batch op by op without an update: `ops` with the range of every floating result, `values` of module `stop_at`."""
-        return self._diagnosis.inspect(batch, stop_at)
+        return self._diagnosis.inspect(self._stepping.inputs(batch), stop_at)
 
     # ---- its values ----
 
@@ -339,8 +340,9 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if error is None:
             self.close()
         else:
+            self._run.peers.left_by(error)
             self._end()
