@@ -130,7 +130,8 @@ def as_they_come(padded: bool, **config: Any) -> dict[str, Any]:
     found = []
     with interlace.compile(model, parity.make_optimizer("adamw", model), loss, batch_of(33, 0), settings) as trainer:
         for step, (*lengths, whole) in enumerate(COME):
-            batch = batch_of(lengths[rank] if size > 1 else max(lengths), 10 * step + rank)
+            own = size > 1 and "mesh" not in config  # ranks along tp and pp share one batch
+            batch = batch_of(lengths[rank] if own else max(lengths), 10 * step + rank * own)
             batch = by_hand(batch, whole) if padded else batch
             found += [trainer.step(batch).item(), trainer.evaluate(batch)["loss"].item()]
         return {"losses": found, "weights": digest(trainer.state_dict(all_ranks=True)), "stats": trainer.stats()}
@@ -140,8 +141,9 @@ def rounded_and_by_hand(**config: Any) -> list[dict[str, Any]]:
     return [as_they_come(False, **config), as_they_come(True, **config)]
 
 
-def test_lengths_as_they_come_are_rounded_up_together() -> None:
-    for ragged, padded in ranks.run(rounded_and_by_hand, 2, strategy="zero1"):
+@pytest.mark.parametrize("config", [{"strategy": "zero1"}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2}}], ids=["dp", "tp", "pp"])
+def test_lengths_as_they_come_are_rounded_up_together(config: dict[str, Any]) -> None:
+    for ragged, padded in ranks.run(rounded_and_by_hand, 2, **config):
         assert ragged["losses"] == padded["losses"] and ragged["weights"] == padded["weights"]
         assert sorted(ragged["stats"]["shapes"].values()) == [1, 1, 2, 2, 2]  # of 18, 64, and 33, 40, 60
 
