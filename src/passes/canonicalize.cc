@@ -5,6 +5,7 @@
 // - A view becomes `view(%root)`; a view with the geometry of a value that exists is that value.
 // - clone, contiguous, _to_copy, x * 1, x / 1, x - 0: gone when nobody writes either side later and no bit can change.
 // - Equal pure ATen ops are one, within the forward or the backward part: never across, which would undo recomputation.
+// - What is read of a tensor that was written part by part is the part (forward_writes.cc).
 // - Ops without effect and without users go; a dead random op may go because streams are keyed, not consumed in order.
 // Runs at any level, any number of times; a second run changes nothing. Time is linear in the ops.
 //
@@ -15,6 +16,7 @@
 #include <unordered_map>
 
 #include "ir/op_table.h"
+#include "passes/forward_writes.h"
 #include "passes/passes.h"
 #include "passes/phase_editor.h"
 
@@ -306,7 +308,10 @@ Result<bool> Canonicalize(Program& program, const PassOptions&) {
     if (!is_new && value.root == id) found->second = id;  // the owner stands for what has the same geometry
   }
   bool changed = false;
-  for (Phase& phase : program.phases) changed = PhaseCanonicalizer(program, phase, declared).Run() || changed;
+  for (Phase& phase : program.phases) {
+    changed = PhaseCanonicalizer(program, phase, declared).Run() || changed;
+    if (ForwardWrites(program, phase)) changed = PhaseCanonicalizer(program, phase, declared).Run() || true;
+  }
   return changed;
 }
 

@@ -148,5 +148,53 @@ TEST(Canonicalize, DeadOpsGoEvenRandomOnesButEffectsStay) {
             "  %4: f32[4,8] = torchvision.thing(%2) {fwd}\n");
 }
 
+TEST(Canonicalize, WhatIsReadOfATensorWrittenInPartsIsThePart) {
+  // Both halves of %2 are written, each is read, and so is what one of them was before the other was written.
+  EXPECT_EQ(After("  %3: f32[4,4]{8,1} in %2+0 = aten.slice.Tensor(%2, 1, 0, 4) {fwd}\n"
+                  "  %4: f32[4,4] = aten.sigmoid(%3) {fwd}\n"
+                  "  %5: f32[4,8] = aten.as_strided_scatter(%2, %4, [4, 4], [8, 1], 0) {fwd}\n"
+                  "  %6: f32[4,4]{8,1} in %5+4 = aten.slice.Tensor(%5, 1, 4, 8) {fwd}\n"
+                  "  %7: f32[4,4] = aten.tanh(%6) {fwd}\n"
+                  "  %8: f32[4,8] = aten.as_strided_scatter(%5, %7, [4, 4], [8, 1], 4) {fwd}\n"
+                  "  %9: f32[4,4]{8,1} in %8+0 = aten.slice.Tensor(%8, 1, 0, 4) {fwd}\n"
+                  "  %10: f32[4,4]{8,1} in %8+4 = aten.slice.Tensor(%8, 1, 4, 8) {fwd}\n"
+                  "  %11: f32[4,4] = aten.mul.Tensor(%9, %10) {fwd}\n"
+                  "  %12: f32[] = aten.sum(%11) {fwd}\n"
+                  "  output(%12) {fwd name=\"loss\"}\n"),
+            "  %3: f32[4,4]{8,1} in %2+0 = view(%2) {fwd}\n"
+            "  %4: f32[4,4] = aten.sigmoid(%3) {fwd}\n"
+            "  %5: f32[4,4]{8,1} in %2+4 = view(%2) {fwd}\n"
+            "  %6: f32[4,4] = aten.tanh(%5) {fwd}\n"
+            "  %7: f32[4,4] = aten.mul.Tensor(%4, %6) {fwd}\n"
+            "  %8: f32[] = aten.sum(%7) {fwd}\n"
+            "  output(%8) {fwd name=\"loss\"}\n");
+}
+
+TEST(Canonicalize, ATensorWrittenInPartsStaysWhereMoreIsRead) {
+  const std::string write =
+      "  %3: f32[4,4] = aten.ones([4, 4]) {fwd}\n"
+      "  %4: f32[4,8] = aten.as_strided_scatter(%2, %3, [4, 4], [8, 1], 0) {fwd}\n";
+  for (const std::string read : {"  %5: f32[] = aten.sum(%4) {fwd}\n",             // all of it
+                                 "  %5: f32[4,2]{8,1} in %4+3 = view(%4) {fwd}\n"  // both sides of the border
+                                 "  %6: f32[] = aten.sum(%5) {fwd}\n",
+                                 "  %5: f32[2,4]{8,1} in %4+0 = view(%4) {fwd}\n"  // half of what was written
+                                 "  %6: f32[] = aten.sum(%5) {fwd}\n",
+                                 "  %5: f32[8]{4} in %4+0 = view(%4) {fwd}\n"  // no part of its shape
+                                 "  %6: f32[] = aten.sum(%5) {fwd}\n"}) {
+    const std::string last = read.substr(read.rfind("  %"), 4);
+    const std::string ops = write + read + "  output(" + last.substr(2) + ") {fwd name=\"loss\"}\n";
+    EXPECT_EQ(After(ops), ops);
+  }
+  // What was written is written over elsewhere: %1 is a buffer.
+  const std::string assigned =
+      "  %3: f32[4,4] = aten.ones([4, 4]) {fwd}\n"
+      "  %4: f32[4,8] = aten.as_strided_scatter(%1, %3, [4, 4], [8, 1], 0) {fwd}\n"
+      "  %5: f32[4,4]{8,1} in %4+4 = view(%4) {fwd}\n"
+      "  assign(%1, %2) {fwd}\n"
+      "  %6: f32[] = aten.sum(%5) {fwd}\n"
+      "  output(%6) {fwd name=\"loss\"}\n";
+  EXPECT_EQ(After(assigned), assigned);
+}
+
 }  // namespace
 }  // namespace interlace

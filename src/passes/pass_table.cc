@@ -46,6 +46,9 @@ std::span<const PassInfo> PassTable() {
   static const std::vector<PassInfo> table = {
       Row("canonicalize", Canonicalize, Takes::kAny, Pending::kKept,
           "views become views of their storage, dead and repeated ops go, identities vanish", {}),
+      Row("stack_products", StackProducts, Takes::kCaptured, Pending::kRefused,
+          "a sum of products of few rows each, such as a recurrent net's gradients, is one product of all rows",
+          {Count("least", "4", 2, "products of a sum")}),
       Row("mesh", DeclareMesh, Takes::kCaptured, Pending::kRefused,
           "declares the axes of the ranks and their sizes, the last fastest",
           {OptionInfo{"axes", kText, "", "NAME:RANKS, joined by +, such as replica:2+dp:4"},

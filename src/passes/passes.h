@@ -12,6 +12,7 @@ class Program;
 // On a captured program.
 Result<bool> Canonicalize(Program& program, const PassOptions& options = {});
 Result<bool> DeclareMesh(Program& program, const PassOptions& options = {});
+Result<bool> StackProducts(Program& program, const PassOptions& options = {});
 Result<bool> Split(Program& program, const PassOptions& options = {});
 Result<bool> Tensor(Program& program, const PassOptions& options = {});
 Result<bool> Overlap(Program& program, const PassOptions& options = {});

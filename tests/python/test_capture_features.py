@@ -13,6 +13,7 @@ from capture_support import check, eager
 from evaluator import Evaluator, same
 from torch import nn
 
+import interlace
 from interlace.capture import capture
 from interlace.models import build
 
@@ -266,6 +267,32 @@ def test_recurrent_layers(layer):
         check(Recurrent(), square, batch(2, 3, 4))
     finally:
         torch._C._set_mkldnn_enabled(True)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda layer: layer.__name__)
+def test_gradients_over_the_steps_of_a_sequence_are_one_product(layer):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = layer(4, 24, num_layers=2, batch_first=True).double()
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    model, data = Recurrent(), {"x": torch.randn(2, 9, 4, dtype=torch.float64)}
+    text, rows = capture(model, square, data).text, model.layer.weight_hh_l0.shape[0]
+    assert text.count(f": f64[{rows},24] = aten.mm(") == 3, text  # two of weight_hh, and weight_ih of the second layer
+    assert "as_strided_scatter" not in text
+    plain = copy.deepcopy(model)
+    theirs, ours = torch.optim.AdamW(plain.parameters(), lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)
+    with interlace.compile(model, ours, square, data) as trainer:
+        for _ in range(4):
+            loss = square(plain, data)
+            loss.backward()
+            theirs.step()
+            theirs.zero_grad()
+            assert trainer.step(data).item() == pytest.approx(loss.item(), rel=1e-10)
 
 
 def test_gradient_penalty():

@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ from interlace.errors import CaptureError
 log = logging.getLogger("interlace")
 _OURS = (CaptureError, DataDependentOutputException, DynamicOutputShapeException, type(None))  # causes of errors that are not the user's
 _STAND = 16  # lines where tensors stand for what is read
+_STACKED = 4  # products of a sum, from which they are one
 Tensor = torch.Tensor
 
 
@@ -130,7 +132,7 @@ def capture(
             except Resized:
                 if not grows or grown or not (grown := grow(model, tensors, loss_fn, batch)):
                     raise
-        text = trace.text(groups, micro_batches, rng_mode)
+        text = _stacked(trace.text(groups, micro_batches, rng_mode))
     params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
     # What modules give is of the trace alone; its classes need not be known to other ranks.
     opaque_calls = [dataclasses.replace(c, result=None) for calls in trace.opaque_calls.values() for c in calls]
@@ -144,6 +146,18 @@ def capture(
         num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=trace.ways.read, grown=grown,
         begun=[c.where for c in trace.begun], rewrites=list(trace.rewrites),
     )  # fmt: skip
+
+
+def _stacked(text: str) -> str:
+    """The program whose sums of products of few rows, the gradients of a recurrent net's weights, are products of all rows."""
+    products, sums = (Counter(re.findall(rf": (\S+) = aten\.{name}\(", text)) for name in ("mm", r"add\.Tensor"))
+    if all(min(count, sums[of]) < _STACKED for of, count in products.items()):
+        return text
+    from interlace import _core
+
+    program = _core.Program.parse(text)
+    program.run_passes(f"canonicalize,stack_products(least={_STACKED})")
+    return program.print()
 
 
 def default_loss(model: nn.Module, batch: Any) -> Any:
