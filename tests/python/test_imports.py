@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "compiling": {"capture", "config", "cost", "dist", "errors", "private", "regions", "version"},
     "train": {"capture", "checkpoint", "compiling", "config", "cost", "dist", "errors", "observe", "private"},
     "interlace": {"config", "errors", "train", "version"},
-    "integrations": {"config", "errors", "interlace"},
+    "integrations": {"capture", "config", "dist", "errors", "interlace"},
     "cli": {
         "calibrate", "capture", "checkpoint", "compiling", "config", "cost", "data", "dist", "errors", "files", "interlace", "models",
         "observe", "plan", "private", "regions", "report", "version",

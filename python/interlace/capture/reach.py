@@ -51,6 +51,7 @@ _OF_LOGS = (logging.Filterer, logging.Manager)  # loggers remember which levels 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _CLOCKS = frozenset({"time", "datetime", "uuid", "secrets"})
 _NOBODYS = ("torch", "numpy", "interlace")
+_LOOPS = ("transformers", "interlace")  # whose own methods read nothing that changes
 _FEW = 64
 _MANY = 4096  # items of a container beyond which only its identity and size count
 _SMALL, _LARGE = 1 << 16, 1 << 22  # bytes that are compared at each look; of which a checksum is
@@ -243,10 +244,40 @@ class Reach:
             self.generators.append((functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
         elif isinstance(x, torch.Generator):
             self.generators.append((x.get_state, cast("Callable[[Any], None]", x.set_state)))
+        elif own.startswith("interlace.integrations"):
+            self._others_loop(x, owner)
         elif isinstance(x, (types.ModuleType, torch.optim.Optimizer, *_OF_LOGS)) or own.startswith(("torch", "numpy", "interlace")):
             return
         else:
             self._object(x, where, owner)
+
+    def _others_loop(self, x: Any, owner: str | None) -> None:
+        """A loss that a trainer of another library computes: `followed` gives names of its methods that run, functions, and it. Of its
+        attributes those count that the code of its subclasses mentions."""
+        methods, functions, loop = x.followed() if hasattr(x, "followed") else (set(), (), None)
+        if loop is None:
+            return
+        self.read |= methods
+        for f in functions:
+            self._value(f, getattr(f, "__name__", type(f).__name__))
+        for base in (base for base in type(loop).__mro__ if base.__module__.partition(".")[0] not in _LOOPS):
+            self.read |= set().union(*(mentions(vars(base)[m].__code__) for m in methods & vars(base).keys()))
+        self._class(type(loop))
+        self._mentioned(loop, "the trainer", owner)
+
+    def _mentioned(self, x: Any, where: str, owner: str | None) -> None:
+        """Of an object of a library's those attributes that are mentioned."""
+        values = vars(x)
+        self._seen[id(x)] = self._seen[id(values)] = x
+        self._hold(values, functools.partial(_attribute, where), "value", owner, self.read)
+        for name in sorted(self.read & values.keys()):
+            item, there = values[name], f"'{name}' of {where}"
+            own = type(item).__module__
+            plain = isinstance(item, (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, *_SIMPLE))
+            if plain or not hasattr(item, "__dict__") or not _installed(type(item)) or own.startswith(("torch", "numpy", "interlace")):
+                self._value(item, there, owner)
+            elif id(item) not in self._seen:
+                self._mentioned(item, there, owner)
 
     def _object(self, x: Any, where: str, owner: str | None) -> None:
         names = self.names_of(type(x))

@@ -13,8 +13,11 @@ the trainer until they are saved. Other shapes of batches are compiled when firs
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,22 +26,37 @@ from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 import interlace
+from interlace.capture.reach import mentions
+from interlace.capture.sites import is_installed
 from interlace.config import Config
+from interlace.dist.peers import PeerError
 from interlace.errors import InterlaceError
-from interlace.integrations.padding import FILL, Sizes, filled, sizes_of
+from interlace.integrations.losses import ITEMS, ROWS, WEIGHT, Loss, keeping_statistics, nested, unheard
+from interlace.integrations.padding import Sizes, filled, positions_of, rounded, sizes_of
+from interlace.integrations.unseen import Dimensions, Near, Unseen
 
 Tensor = torch.Tensor
-WEIGHT = "interlace_weight"  # an entry of every micro-batch: 0 for one that only fills the last step of an epoch
-ITEMS = "num_items_in_batch"
-ROUND = 64  # tokens
+log = logging.getLogger("interlace")
 NO_CLIP = 1e30  # a limit that no gradient reaches: the norm is computed, for the log
 
 
 class _Made:
     """Stands in the loop for the optimizer: its step has been made by the time it is asked for."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, owner: Trainer) -> None:
+        self.optimizer, self._owner, self._mode = optimizer, weakref.proxy(owner), ""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """As accelerate asks it, so that a scheduler waits."""
+        return bool(self._owner.compiled is not None and self._owner.compiled.skipped)
+
+    def turn(self, mode: str) -> None:
+        """`train` and `eval` of an optimizer without a schedule: evaluations have other parameters, which it makes of its states."""
+        if callable(switch := getattr(self.optimizer, mode, None)) and mode != self._mode:
+            self._owner.give_back()
+            switch()
+            self._mode = mode
 
     def step(self, *_: Any) -> None:
         pass
@@ -47,32 +65,13 @@ class _Made:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-
-class _Loss:
-    """The loss of a micro-batch as transformers computes it. Of a class of this package, so that nobody looks into the whole trainer."""
-
-    def __init__(self, owner: Trainer, outputs: bool) -> None:
-        self.owner, self.outputs = owner, outputs
-
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        inputs = dict(batch)
-        weight, items = inputs.pop(WEIGHT, None), inputs.pop(ITEMS, None)
-        with self.owner.compute_loss_context_manager(), self.owner.autocast():
-            found: Any = self.owner.compute_loss(model, inputs, return_outputs=self.outputs, num_items_in_batch=items)
-        if not self.outputs:
-            return found if weight is None else found * weight.to(found.dtype)
-        loss, outputs = found
-        ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
-        named = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
-        kept = {str(k): v for k, v in named.items() if k not in (*ignored, "loss") and isinstance(v, Tensor)}
-        return {"loss": loss, **kept}
+        found = getattr(self.optimizer, name)
+        return functools.partial(self.turn, name) if name in ("train", "eval") and callable(found) else found
 
 
 class Trainer(transformers.Trainer):
     """transformers.Trainer on compiled steps; `interlace`: an interlace.Config whose strategy, memory_limit and so on are used (accumulation,
-    clip_norm, seed and mixed precision come from TrainingArguments).
+    clip_norm, seed and mixed precision come from TrainingArguments). Other trainers take it up as a base: class My(Trainer, SFTTrainer).
 
     `compiled`: the interlace.Trainer, once the first step was made. Errors: what cannot be trained so is named when training begins.
     """
@@ -84,34 +83,41 @@ class Trainer(transformers.Trainer):
         self.lr_scheduler: Any
         self._settings = interlace or Config()
         self._waiting: list[dict[str, Any]] = []  # micro-batches of the step under way
-        self._first: Sizes | None = None  # of the first step's batches
-        self._loss, self._loss_and_outputs = _Loss(self, False), _Loss(self, True)
+        self._first: dict[bool, dict[str, int]] = {}  # lengths of the first step's texts, and of the first evaluation's
+        self._unseen, self._clip = Unseen(), 0.0
+        self._loss, self._loss_and_outputs = Loss(self, False), Loss(self, True)
 
     # ---- the loop ----
 
+    def train(self, *args: Any, **more: Any) -> Any:
+        self.give_back()
+        if isinstance(self.optimizer, _Made):
+            self.optimizer = self.optimizer.optimizer
+        return super().train(*args, **more)
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._check()
-        self._give_back()
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         optimizer = self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        self.optimizer = _Made(optimizer)
+        self.optimizer = _Made(optimizer, self)
         model: Any = self.model
         self.model_wrapped = model
         self.accelerator._models.append(model)  # so that evaluation takes it as it is
+        self.accelerator._optimizers.append(self.optimizer)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._waiting = []
+        self._waiting, self._first, self._unseen = [], {}, Unseen()
         return model, train_dataloader
 
     def _check(self) -> None:
         args = self.args
         wrong = {
-            "deepspeed": self.is_deepspeed_enabled, "fsdp": self.is_fsdp_enabled, "torch_compile": args.torch_compile,
+            "deepspeed": self.is_deepspeed_enabled, "fsdp": self.is_fsdp_enabled or bool(args.fsdp), "torch_compile": args.torch_compile,
             "neftune_noise_alpha": args.neftune_noise_alpha is not None, "auto_find_batch_size": args.auto_find_batch_size,
             "n_gpu > 1 (start it with torchrun, a process a GPU)": args.n_gpu > 1,
         }  # fmt: skip
@@ -123,19 +129,31 @@ class Trainer(transformers.Trainer):
                 "transformers gives every rank a batch of its own, which axes tp and pp of the mesh do not have; leave them out, or use "
                 "interlace.compile with a loop of your own"
             )
+        events = [(c, n) for c in self.callback_handler.callbacks for n in ("on_pre_optimizer_step", "on_optimizer_step")]
+        for owner, name in [*events, (self, "training_step")]:
+            code = getattr(getattr(type(owner), name, None), "__code__", None)
+            if code is None or is_installed(code.co_filename):
+                continue
+            if name == "on_pre_optimizer_step" or "grad" in mentions(code):
+                raise InterlaceError(
+                    f"{type(owner).__name__}.{name} ({code.co_filename}:{code.co_firstlineno}) runs where the loop has gradients and the "
+                    "step is still to be made; a compiled step has made it by then and leaves no gradients. Read trainer.compiled.norm in "
+                    "on_step_end, change param_groups in on_step_begin, and what changes gradients belongs into the loss"
+                )
 
-    def _give_back(self) -> None:
-        """An earlier training ends: the model gets its parameters, the optimizer its states."""
+    def give_back(self) -> None:
+        """The model gets its parameters, the optimizer its states; a training step compiles again."""
         if self.compiled is None:
             return
         state = self.compiled.optimizer_state_dict(all_ranks=True)
         with self.compiled.whole_parameters(changes=False):
             self.compiled.close()
-        self.compiled, self.optimizer = None, self.optimizer.optimizer
-        self.optimizer.load_state_dict(state)
+        self.compiled = None
+        self.optimizer.optimizer.load_state_dict(state)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         model.train()
+        self.optimizer.turn("train")
         batch = dict(self._prepare_inputs(inputs))
         if num_items_in_batch is not None:
             batch[ITEMS] = torch.as_tensor(num_items_in_batch)
@@ -143,36 +161,63 @@ class Trainer(transformers.Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
-        sizes = self._rounded(sizes_of(batches))
-        parts = self._weighted([filled(b, sizes, self._pad_id()) for b in batches], num_items_in_batch is not None)
+        sizes = sizes_of(batches)
+        if self.compiled is not None and self._clip != self.args.max_grad_norm:  # a callback's
+            self.give_back()
         if self.compiled is None:
-            self._compile(parts, sizes)
+            self._first[True] = sizes.lengths()
+            self._compile(self._parts(batches, sizes, num_items_in_batch is not None))
+        wide, _ = self._wide(batches[0], sizes, self._loss)
+        if wide is None:
+            name = min(sizes.uneven)
+            raise InterlaceError(
+                f"batch entry '{name}' has several lengths in one step, up to {sizes.largest[name][-1]}, and the loss of "
+                f"{type(self.model).__name__} changes with the padding that would give them one; have the data collator pad to one length "
+                "(padding='max_length'), or take gradient_accumulation_steps=1 on one rank"
+            )
+        parts = self._parts(batches, wide, num_items_in_batch is not None)
         loss: Tensor = self.compiled.step(parts if len(parts) > 1 else parts[0])
         return loss.detach()
 
-    def _weighted(self, batches: list[dict[str, Any]], items: bool) -> list[dict[str, Any]]:
-        """As many micro-batches as a step has, with weights whose mean is the sum that transformers makes."""
+    def _wide(self, batch: dict[str, Any], sizes: Sizes, loss: Loss) -> tuple[Sizes | None, Dimensions]:
+        """Lengths that few programs are enough for, where neither loss nor outputs change with padding, and which dimensions of outputs are
+        such; else the sizes as they are, or None where they must be padded."""
+        model: Any = self.model
+        training = loss is self._loss and model.training
+        most = positions_of(getattr(model, "config", None))
+        wide = rounded(sizes, self._first.setdefault(training, sizes.lengths()), most)
+        if wide == sizes and not sizes.uneven:
+            return sizes, {}
+        found, before = None, len(self._unseen)
+        if not (training and keeping_statistics(model)):
+            near = Near.of(model, bool(self.args.bf16 or self.args.fp16))
+            with unheard(self):
+                found = self._unseen.of(batch, sizes, lambda b: self.compiled.evaluate(b, loss), loss.outputs, most, near, self._pad_id())
+        if found is None and training and len(self._unseen) > before:
+            log.warning(
+                "the loss of %s changes with the padding behind a text: each length that comes is compiled; a data collator that pads to "
+                "one length (padding='max_length') needs one program", type(model).__name__,
+            )  # fmt: skip
+        if found is not None:
+            return wide, found
+        return (None if sizes.uneven else sizes), {}
+
+    def _parts(self, batches: list[dict[str, Any]], sizes: Sizes, items: bool) -> list[dict[str, Any]]:
+        """As many micro-batches as a step has, in one form, with weights whose mean is the sum that transformers makes."""
+        made = [filled(b, sizes, self._pad_id()) for b in batches]
         count = self.args.gradient_accumulation_steps
-        if count == 1:
-            return batches
+        if count == 1 and self.args.world_size == 1:
+            return made
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             scaled = (self.model_accepts_loss_kwargs and items) or self.compute_loss_func is not None
-        one = torch.tensor(float(count) if scaled else count / len(batches), dtype=torch.float64, device=self.args.device)
-        made = [{**b, WEIGHT: one} for b in batches]
-        return made + [{**batches[-1], WEIGHT: torch.zeros_like(one)} for _ in range(count - len(batches))]
-
-    def _rounded(self, sizes: Sizes) -> Sizes:
-        """Lengths of text up to a multiple of ROUND, so that few programs are compiled, where a mask says what is text."""
-        if "attention_mask" not in sizes or self._first is None:
-            self._first = sizes
-            return sizes
-        length = sizes["attention_mask"][-1]
-        if length == self._first.get("attention_mask", (0,))[-1]:
-            return sizes
-        most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None) or 2**30
-        wide = max(length, min(-(-length // ROUND) * ROUND, most))
-        return {n: (*s[:-1], wide) if n in FILL and s[-1] == length else s for n, s in sizes.items()}
+        self._loss.short = short = sizes.short
+        one = float(count) if scaled else count / len(batches)
+        few = [any(b[n].shape[0] == rows for n, rows in short.items()) for b in batches]
+        rows = torch.zeros(next(iter(short.values()), max((s[0] for s in sizes.largest.values()), default=1)), device=self.args.device)
+        weights = torch.tensor([[0.0, one] if f else [one, 0.0] for f in few], dtype=torch.float64, device=self.args.device)
+        made = [{**b, WEIGHT: w, ROWS: rows} for b, w in zip(made, weights, strict=True)]
+        return made + [{**made[-1], WEIGHT: torch.zeros_like(weights[0])} for _ in range(count - len(batches))]
 
     def _pad_id(self) -> int:
         for holder in (self.processing_class, getattr(self.model, "config", None)):
@@ -185,12 +230,13 @@ class Trainer(transformers.Trainer):
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         return torch.autocast(self.args.device.type, dtype=dtype, enabled=dtype is not None)
 
-    def _compile(self, parts: list[dict[str, Any]], sizes: Sizes) -> None:
-        args = self.args
+    def _compile(self, parts: list[dict[str, Any]]) -> None:
+        args, self._clip = self.args, self.args.max_grad_norm
         clip = float(args.max_grad_norm) if args.max_grad_norm and args.max_grad_norm > 0 else NO_CLIP
         more: dict[str, Any] = {"param_dtype": "autocast"} if args.bf16 or args.fp16 else {}
         if args.fp16:
             more["loss_scale"] = "dynamic"
+        sizes = {n: tuple(t.shape) for n, t in parts[0].items() if isinstance(t, Tensor) and t.dim() and n != WEIGHT}
         config = dataclasses.replace(
             self._settings, accumulation=args.gradient_accumulation_steps, clip_norm=clip, seed=args.seed,
             shapes={n: [s] for n, s in sizes.items()}, pad=dict.fromkeys(sizes, 0), **more,
@@ -200,32 +246,57 @@ class Trainer(transformers.Trainer):
         self.compiled.accept_any_shape()
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.compiled is None:
+            raise InterlaceError(
+                f"{type(self).__name__}.training_step made no compiled step: it has to end in super().training_step(model, inputs, "
+                "num_items_in_batch), and what it computes otherwise belongs into compute_loss"
+            )
         return self.compiled.norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.compiled.norm
+        return self._clip_grad_norm(model)
 
     # ---- evaluation ----
 
+    def evaluation_loop(self, *args: Any, **more: Any) -> Any:
+        if self.compiled is not None and not self.is_in_train and (self.args.bf16_full_eval or self.args.fp16_full_eval):
+            self.give_back()  # the model is cast, as it is when training has ended
+        return super().evaluation_loop(*args, **more)
+
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        eager = functools.partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys)
+        if self.compiled is None:
+            return eager()
         labelled = len(self.label_names) > 0 and all(inputs.get(k) is not None for k in self.label_names)
-        if self.compiled is None or not labelled or ignore_keys is not None:
-            if self.compiled is None:
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            with self.compiled.whole_parameters(changes=False):
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        if not labelled or ignore_keys is not None or generates or _predicts_otherwise(type(self)):
+            return self._eagerly(eager)
         batch = dict(self._prepare_inputs(inputs))
         items = self._get_num_items_in_batch([batch], self.args.device)
         labels = tuple(batch[name].detach() for name in self.label_names)
-        batch = filled(batch, sizes_of([batch]), self._pad_id())
         if items is not None:
             batch[ITEMS] = torch.as_tensor(items)
-        outputs = self.compiled.evaluate(batch, self._loss if prediction_loss_only else self._loss_and_outputs)
+        loss_fn = self._loss if prediction_loss_only else self._loss_and_outputs
+        try:
+            sizes = sizes_of([batch])
+        except InterlaceError:
+            return self._eagerly(eager)
+        wide, lengths = self._wide(batch, sizes, loss_fn)
+        if wide is None or sizes.short:
+            return self._eagerly(eager)
+        outputs = self.compiled.evaluate(filled(batch, wide, self._pad_id()), loss_fn)
         loss = outputs.pop("loss")
         if prediction_loss_only:
             return loss, None, None
-        logits = tuple(outputs.values())
+        for name, of in lengths.items():
+            for dim, texts in of.items():
+                outputs[name] = outputs[name].narrow(dim, 0, batch[texts[0]].shape[-1])
+        logits = nested(outputs)
         return loss, logits[0] if len(logits) == 1 else logits, labels[0] if len(labels) == 1 else labels
+
+    def _eagerly(self, step: Callable[[], Any]) -> Any:
+        with self.compiled.whole_parameters(changes=False), self.autocast():
+            return step()
 
     # ---- checkpoints ----
 
@@ -233,8 +304,11 @@ class Trainer(transformers.Trainer):
         if self.compiled is None:
             super().save_model(output_dir, _internal_call)
             return
-        with self.compiled.whole_parameters(changes=False, all_ranks=False):
-            super().save_model(output_dir, _internal_call)
+        try:
+            with self.compiled.whole_parameters(changes=False, all_ranks=False):
+                super().save_model(output_dir, _internal_call)
+        except PeerError as e:
+            raise PeerError(f"{e}; save_model() gathers the parameters of all ranks: call it on each, rank 0 alone writes", e.rank) from e
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.compiled is None:
@@ -251,3 +325,13 @@ class Trainer(transformers.Trainer):
             return
         with self.compiled.whole_parameters():
             super()._load_best_model()
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """transformers.Seq2SeqTrainer on compiled steps. What is generated for an evaluation is generated by the model in Python."""
+
+
+def _predicts_otherwise(cls: type) -> bool:
+    """Whether another library's trainer beneath has a prediction_step of its own."""
+    beneath = cls.__mro__[cls.__mro__.index(Trainer) + 1 :]
+    return any("prediction_step" in vars(c) for c in beneath if c not in (transformers.Trainer, transformers.Seq2SeqTrainer))
