@@ -110,6 +110,14 @@ def foreach(y):
     return z[0] + z[1]
 
 
+def given_places(y):
+    tile = torch.empty(8, 64)[:4, :6]
+    with torch.no_grad():
+        torch.mm(y[:4], torch.ones(6, 6), out=tile)
+        torch.add(y[:4], 1, out=tile[:, :6])
+    return y[:4] * tile
+
+
 def complex_views(y):
     return torch.view_as_real(torch.fft.rfft(y)).square()
 
@@ -121,7 +129,7 @@ def lifted_number(y):
 @pytest.mark.parametrize(
     "function",
     [in_place_on_views, in_place_whole, copies, transposed_in_place, wider_in_place, fills, several_results, foreach,
-     complex_views, lifted_number],
+     given_places, complex_views, lifted_number],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_functions(function):

@@ -51,7 +51,6 @@ _OF_LOGS = (logging.Filterer, logging.Manager)  # loggers remember which levels 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _CLOCKS = frozenset({"time", "datetime", "uuid", "secrets"})
 _NOBODYS = ("torch", "numpy", "interlace")
-_LOOPS = ("transformers", "interlace")  # whose own methods read nothing that changes
 _FEW = 64
 _MANY = 4096  # items of a container beyond which only its identity and size count
 _SMALL, _LARGE = 1 << 16, 1 << 22  # bytes that are compared at each look; of which a checksum is
@@ -253,15 +252,13 @@ class Reach:
 
     def _others_loop(self, x: Any, owner: str | None) -> None:
         """A loss that a trainer of another library computes: `followed` gives names of its methods that run, functions, and it. Of its
-        attributes those count that the code of its subclasses mentions."""
+        attributes those count that the user's subclasses mention."""
         methods, functions, loop = x.followed() if hasattr(x, "followed") else (set(), (), None)
         if loop is None:
             return
         self.read |= methods
         for f in functions:
             self._value(f, getattr(f, "__name__", type(f).__name__))
-        for base in (base for base in type(loop).__mro__ if base.__module__.partition(".")[0] not in _LOOPS):
-            self.read |= set().union(*(mentions(vars(base)[m].__code__) for m in methods & vars(base).keys()))
         self._class(type(loop))
         self._mentioned(loop, "the trainer", owner)
 

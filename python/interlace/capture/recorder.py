@@ -486,7 +486,7 @@ class Recorder(TorchDispatchMode):
             if r is None:
                 decls.append("_")
             elif id(r) in copies:
-                decls.append(self._view_decl(r, self._entries[id(copies[id(r)])].storage))
+                decls.append(self._view_decl(copy := copies[id(r)], self._entries[id(copy)].storage))  # a copy has no gaps
             else:
                 decls.append(self.dims.type(r.dtype, tuple(r.shape), r.stride()))
         decls = [] if results is None else decls

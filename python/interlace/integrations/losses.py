@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from interlace.capture.reach import mentions
+from interlace.capture.sites import is_installed
 
 Tensor = torch.Tensor
 # Entries of every micro-batch. The weight: 0 for one that only fills the last step of an epoch; two of them, of the batch as it is and of
@@ -32,6 +35,9 @@ class Loss:
         weight, items, rows = (inputs.pop(name, None) for name in (WEIGHT, ITEMS, ROWS))
         if weight is None:
             return self._plain(model, inputs, items)
+        if _get_current_dispatch_mode() is None and not weight.any():  # called for what it hands on, which only fills a step
+            with unheard(self.owner):
+                return self._plain(model, inputs, items) * 0
         loss = self._weighed(model, dict(inputs), items, weight[0])
         if rows.shape[0] in self.short.values():
             few = {n: t[: self.short[n]] if n in self.short else t for n, t in inputs.items()}
@@ -56,7 +62,11 @@ class Loss:
         return loss * weight.to(loss.dtype)
 
     def _plain(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Any:
-        with self.owner.compute_loss_context_manager(), self.owner.autocast(), _quiet(self.owner):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.owner.compute_loss_context_manager())
+            stack.enter_context(self.owner.autocast())
+            if _get_current_dispatch_mode() is not None:  # it is traced
+                stack.enter_context(unheard(self.owner, _of_libraries(type(self.owner))))
             found: Any = self.owner.compute_loss(model, inputs, return_outputs=self.outputs, num_items_in_batch=items)
         if not self.outputs:
             return found.mean() if found.dim() else found
@@ -67,32 +77,35 @@ class Loss:
 
 
 @contextlib.contextmanager
-def _quiet(owner: Any) -> Iterator[None]:
-    """While a loss is traced, its values are none to log."""
-    if _get_current_dispatch_mode() is None or "log" in vars(owner):
-        yield
-        return
-    owner.log = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del owner.log
-
-
-@contextlib.contextmanager
-def unheard(owner: Any) -> Iterator[None]:
-    """What evaluations leave in the owner's lists and dicts, and log, is undone: nobody asked for them."""
-    before = dict(vars(owner))
+def unheard(owner: Any, names: Set[str] | None = None) -> Iterator[None]:
+    """What a loss leaves in the owner's attributes (of these names), and logs, is undone: it was traced, or nobody asked for it."""
+    before = {n: x for n, x in vars(owner).items() if names is None or n in names}
     kept = [found for x in before.values() for found in _containers(x, 3)]
-    owner.log = lambda *_, **__: None
+    quiet, owner.quiet = owner.quiet, True
     try:
         yield
     finally:
-        for name in set(vars(owner)) - set(before):
+        for name in [n for n in vars(owner) if n not in before and (names is None or n in names)]:
             delattr(owner, name)
+        vars(owner).update(before)
+        owner.quiet = quiet
         for container, items in kept:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(items)
+
+
+def _of_libraries(cls: type) -> frozenset[str]:
+    """What compute_loss of trainers of other libraries mentions, and the methods that it calls (TRL's metrics), and none of the user's."""
+    found: dict[bool, set[str]] = {True: {"compute_loss"}, False: {"compute_loss"}}
+    for installed, names in found.items():
+        bases = [c for c in cls.__mro__ if not c.__module__.startswith("transformers.")]
+        code = [(n, f.__code__) for c in bases for n, f in vars(c).items() if hasattr(f, "__code__")]
+        code = [(n, c) for n, c in code if is_installed(c.co_filename) == installed]
+        size = 0
+        while size < len(names):
+            size = len(names)
+            names |= set().union(*(mentions(c) for n, c in code if n in names))
+    return frozenset(found[True] - found[False])
 
 
 def _containers(x: Any, depth: int) -> list[tuple[Any, Any]]:

@@ -85,6 +85,8 @@ class Trainer(transformers.Trainer):
         self._waiting: list[dict[str, Any]] = []  # micro-batches of the step under way
         self._first: dict[bool, dict[str, int]] = {}  # lengths of the first step's texts, and of the first evaluation's
         self._unseen, self._clip = Unseen(), 0.0
+        self._beside: dict[str, float] = {}  # numbers of the batches
+        self.quiet = False  # while what a loss does is undone
         self._loss, self._loss_and_outputs = Loss(self, False), Loss(self, True)
 
     # ---- the loop ----
@@ -111,7 +113,7 @@ class Trainer(transformers.Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._waiting, self._first, self._unseen = [], {}, Unseen()
+        self._waiting, self._first, self._unseen, self._beside = [], {}, Unseen(), {}
         return model, train_dataloader
 
     def _check(self) -> None:
@@ -162,6 +164,13 @@ class Trainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         sizes = sizes_of(batches)
+        beside = {n: x for b in batches for n, x in b.items() if type(x) in (int, float)}
+        if other := next((n for b in batches for n, x in b.items() if n in beside and x != self._beside.get(n, x)), None):
+            raise InterlaceError(
+                f"batch entry '{other}' is a number beside the tensors that changes from batch to batch (packed texts); a compiled step "
+                "takes padded texts: packing=False and padding_free=False, or a data collator that pads"
+            )
+        self._beside |= beside
         if self.compiled is not None and self._clip != self.args.max_grad_norm:  # a callback's
             self.give_back()
         if self.compiled is None:
@@ -255,6 +264,10 @@ class Trainer(transformers.Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self._clip_grad_norm(model)
+
+    def log(self, *args: Any, **more: Any) -> None:
+        if not self.quiet:
+            super().log(*args, **more)
 
     # ---- evaluation ----
 
