@@ -114,3 +114,47 @@ def test_what_is_wrapped_already_is_refused() -> None:
     script = ours(FABRIC, "fabric").replace("trainer = setup", "model, optimizer = fabric.setup(model, optimizer)\ntrainer = setup")
     with pytest.raises(interlace.InterlaceError, match=r"what fabric.setup gives back is wrapped already"):
         run(script, "fabric", {})
+
+
+def kept(folder: str) -> bool:
+    """Whether the losses after accelerator.load_state are those after save_state."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from interlace.integrations.accelerate import setup
+
+    AcceleratorState._reset_state(True)
+    space: dict[str, Any] = {}
+    exec(COMMON, space)
+    accelerator, (model, optimizer, loader) = Accelerator(cpu=True), space["build"]()
+    loader = accelerator.prepare(loader)
+    trainer = setup(accelerator, model, optimizer, space["loss_fn"], next(iter(loader)))
+    for batch in loader:
+        trainer.step(batch)
+    accelerator.save_state(folder)
+    first = [trainer.step(batch).item() for batch in loader]
+    accelerator.wait_for_everyone()
+    accelerator.load_state(folder)
+    again = [trainer.step(batch).item() for batch in loader]
+    trainer.close()
+    return first == again
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_accelerate_saves_has_the_trainer(size: int, tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    assert ranks.run(kept, size, str(tmp_path / "state")) == [True] * size
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "way"),
+    [("accelerate", "accelerator.clip_grad_norm_(model.parameters(), 1.0)", r"Config\(clip_norm=...\)"),
+     ("accelerate", "accelerator.accumulate(model)", "a list of gradient_accumulation_steps batches"),
+     ("fabric", "fabric.clip_gradients(model, optimizer, max_norm=1.0)", r"Config\(clip_norm=...\)"),
+     ("fabric", "fabric.no_backward_sync(model)", r"Config\(accumulation=G\)")],
+)  # fmt: skip
+def test_lines_of_the_old_loop_that_would_do_nothing_are_refused(kind: str, line: str, way: str) -> None:
+    pytest.importorskip({"fabric": "lightning_fabric", "accelerate": "accelerate"}[kind])
+    script = ours(FABRIC if kind == "fabric" else ACCELERATE, kind)
+    with pytest.raises(interlace.InterlaceError, match=rf"does nothing to a compiled model, which has no gradients; .*{way}"):
+        run(script + f"\n{line}\n", kind, {})

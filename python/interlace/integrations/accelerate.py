@@ -6,13 +6,16 @@
     for batch in loader:
         loss = trainer.step(batch)                                                  # instead of backward, step and zero_grad
 
-With gradient_accumulation_steps=G a step takes a list of G batches (or one that can be cut into G).
+With gradient_accumulation_steps=G a step takes a list of G batches (or one that can be cut into G). accelerator.save_state(folder) and
+load_state(folder) have the trainer's checkpoint among what they keep. Clipping is Config(clip_norm=...).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn, optim
@@ -20,7 +23,7 @@ from torch import nn, optim
 import interlace
 from interlace.config import Config
 from interlace.errors import InterlaceError
-from interlace.integrations.fabric import _Cast
+from interlace.integrations.fabric import _Cast, refuse
 
 _PRECISION: dict[str, dict[str, Any]] = {
     "no": {}, "bf16": {"param_dtype": "autocast"}, "fp16": {"param_dtype": "autocast", "loss_scale": "dynamic"},
@@ -49,4 +52,26 @@ def setup(
     count = int(accelerator.gradient_accumulation_steps)
     settings = dataclasses.replace(given, **_PRECISION[precision], accumulation=count if count > 1 else given.accumulation)
     mixed = precision != "no"
-    return interlace.compile(model, optimizer, _Cast(accelerator.autocast, loss_fn) if mixed else loss_fn, example_batch, settings)
+    trainer = interlace.compile(model, optimizer, _Cast(accelerator.autocast, loss_fn) if mixed else loss_fn, example_batch, settings)
+    _keep(accelerator, trainer)
+    refuse(accelerator, trainer, model, ("clip_grad_norm_", "clip_grad_value_"), "Config(clip_norm=...) of setup() has the step clip")
+    way = "trainer.step() takes a list of gradient_accumulation_steps batches and makes one step of them"
+    refuse(accelerator, trainer, model, ("accumulate",), way)
+    return trainer
+
+
+def _keep(accelerator: Any, trainer: interlace.Trainer) -> None:
+    """save_state and load_state have the trainer's checkpoint, too; each trainer of an Accelerator a folder of its own."""
+    name = f"interlace_{len(accelerator._save_model_state_pre_hook)}"
+    mine = weakref.ref(trainer)
+
+    def save(models: Any, weights: Any, folder: Any) -> None:
+        if (trainer := mine()) is not None and trainer._run.closed is None:
+            trainer.save(Path(folder) / name)
+
+    def load(models: Any, folder: Any) -> None:
+        if (trainer := mine()) is not None and trainer._run.closed is None:
+            trainer.load(Path(folder) / name)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn, optim
@@ -46,7 +47,29 @@ def setup(
         model.to(fabric.device)
     mixed = precision.endswith("mixed")
     settings = dataclasses.replace(config or Config(), **_PRECISION[precision])
-    return interlace.compile(model, optimizer, _Cast(fabric.autocast, loss_fn) if mixed else loss_fn, example_batch, settings)
+    trainer = interlace.compile(model, optimizer, _Cast(fabric.autocast, loss_fn) if mixed else loss_fn, example_batch, settings)
+    refuse(fabric, trainer, model, ("clip_gradients",), "Config(clip_norm=...) of setup() has the step clip")
+    way = "Config(accumulation=G) of setup() has trainer.step() take a list of G batches and make one step of them"
+    refuse(fabric, trainer, model, ("no_backward_sync",), way)
+    return trainer
+
+
+def refuse(loop: Any, trainer: interlace.Trainer, model: nn.Module, names: tuple[str, ...], way: str) -> None:
+    """Methods of somebody's loop that would do nothing to this model, silently, as long as the trainer has it."""
+    own, mine = {id(model), *map(id, model.parameters())}, weakref.ref(trainer)
+
+    def refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            given = list(args[0]) if args and isinstance(args[0], (Iterator, list, tuple)) else list(args)
+            trainer = mine()
+            if trainer is not None and trainer._run.closed is None and any(id(x) in own for x in (*given, *more.values())):
+                raise InterlaceError(f"{type(loop).__name__}.{name}() does nothing to a compiled model, which has no gradients; {way}")
+            return method(given, *args[1:], **more) if args and isinstance(args[0], Iterator) else method(*args, **more)
+
+        return call
+
+    for name in names:
+        setattr(loop, name, refusing(name, getattr(loop, name)))
 
 
 class _Cast:

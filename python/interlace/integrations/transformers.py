@@ -246,13 +246,15 @@ class Trainer(transformers.Trainer):
         if args.fp16:
             more["loss_scale"] = "dynamic"
         sizes = {n: tuple(t.shape) for n, t in parts[0].items() if isinstance(t, Tensor) and t.dim() and n != WEIGHT}
-        config = dataclasses.replace(
-            self._settings, accumulation=args.gradient_accumulation_steps, clip_norm=clip, seed=args.seed,
-            shapes={n: [s] for n, s in sizes.items()}, pad=dict.fromkeys(sizes, 0), **more,
-        )  # fmt: skip
+        compiles = self._settings.mode == "compiled"  # the model's own Python takes any shape
+        if compiles:
+            more |= {"shapes": {n: [s] for n, s in sizes.items()}, "pad": dict.fromkeys(sizes, 0)}
+        count = args.gradient_accumulation_steps
+        config = dataclasses.replace(self._settings, accumulation=count, clip_norm=clip, seed=args.seed, **more)
         example = parts if len(parts) > 1 else parts[0]
         self.compiled = interlace.compile(self.model_wrapped, self.optimizer.optimizer, self._loss, example, config)
-        self.compiled.accept_any_shape()
+        if compiles:
+            self.compiled.accept_any_shape()
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.compiled is None:
