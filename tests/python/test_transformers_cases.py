@@ -57,6 +57,9 @@ class Reader(nn.Module):
         self.kind, self.words, self.head = kind, nn.Embedding(31, 8), nn.Linear(8, {"number": 1, "word": 4, "place": 1}[kind])
         self.double()
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
     def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None) -> dict[str, Any]:
         hidden = self.words(input_ids) * attention_mask[..., None]
         mean = hidden.sum(1, keepdim=True) / attention_mask.sum(1)[:, None, None]
@@ -272,6 +275,14 @@ def test_an_optimizer_with_other_parameters_for_evaluations(tmp_path: Path) -> N
 
 def test_evaluation_in_half_precision_after_training(tmp_path: Path) -> None:
     both(tmp_path, lambda: Reader("word").float(), texts(8, LABELS["word"]), {"bf16_full_eval": True}, texts(4, LABELS["word"], seed=1))
+
+
+def test_noise_of_embeddings(tmp_path: Path) -> None:
+    data, found = texts(8, LABELS["word"]), []
+    for kind, alpha in (("theirs", 1e-9), ("ours", 1e-9), ("ours", 50.0)):
+        found.append(numbers(trained(kind, tmp_path / kind, Reader("word"), data, {"neftune_noise_alpha": alpha, "optim": "sgd"})))
+    same(found[1], found[0])
+    assert abs(found[2]["history"][0]["loss"] - found[0]["history"][0]["loss"]) > 1e-2
 
 
 def own_step(base: Any) -> dict[str, Any]:

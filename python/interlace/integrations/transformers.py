@@ -120,7 +120,7 @@ class Trainer(transformers.Trainer):
         args = self.args
         wrong = {
             "deepspeed": self.is_deepspeed_enabled, "fsdp": self.is_fsdp_enabled or bool(args.fsdp), "torch_compile": args.torch_compile,
-            "neftune_noise_alpha": args.neftune_noise_alpha is not None, "auto_find_batch_size": args.auto_find_batch_size,
+            "auto_find_batch_size": args.auto_find_batch_size,
             "n_gpu > 1 (start it with torchrun, a process a GPU)": args.n_gpu > 1,
         }  # fmt: skip
         for name, asked in wrong.items():
@@ -163,6 +163,11 @@ class Trainer(transformers.Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
+        if len(batches) > self.args.gradient_accumulation_steps:
+            raise InterlaceError(
+                "an epoch was stopped within a step (should_epoch_stop in on_substep_end), whose micro-batches would count in the next step; "
+                "stop it in on_step_end"
+            )
         sizes = sizes_of(batches)
         beside = {n: x for b in batches for n, x in b.items() if type(x) in (int, float)}
         if other := next((n for b in batches for n, x in b.items() if n in beside and x != self._beside.get(n, x)), None):
