@@ -328,7 +328,7 @@ class Trainer(transformers.Trainer):
             with self.compiled.whole_parameters(changes=False, all_ranks=False):
                 super().save_model(output_dir, _internal_call)
         except PeerError as e:
-            raise PeerError(f"{e}; save_model() gathers the parameters of all ranks: call it on each, rank 0 alone writes", e.rank) from e
+            raise PeerError(f"save_model() gathers what the ranks have: call it on every rank, rank 0 writes; here {e}", e.rank) from e
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.compiled is None:
