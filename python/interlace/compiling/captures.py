@@ -56,6 +56,16 @@ class Captures:
         self.prefix = ""  # of names of the loss function's tensors
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
+    @property
+    def fullgraph(self) -> bool:
+        """Whether what cannot be captured is refused."""
+        return self.config.fullgraph and not self.programs.in_python
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether it may run in Python instead: it was captured before, for batches that had more in common."""
+        return self.fullgraph and bool(self.undecided) and self.config.param_dtype in (None, "autocast")
+
     def buffer(self, name: str) -> Tensor:
         """The model's, or a number that programs read from one."""
         if name not in self.numbers:
@@ -124,7 +134,7 @@ class Captures:
         """A capture, its text and the tensors of the trace by what they hold."""
         casts = Casts.named(self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale))
         captured = capture(
-            self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph, rng_mode=self.config.rng,
+            self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.fullgraph, rng_mode=self.config.rng,
             casts=casts, watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
             trained=self.trained, grows=self.grows, one_attention=self.one_attention,
         )  # fmt: skip
@@ -189,7 +199,7 @@ class Captures:
     def _key(self, micro_batch: Any) -> tuple[str | None, list[tuple[str, float]], dict[str, tuple[Any, str]]]:
         """The key of the capture, the dropout probabilities that it leaves out and who holds them. None when it is not sure what the
         capture depends on."""
-        if self.programs.cache.folder is None or not self.config.fullgraph:
+        if self.programs.cache.folder is None or not self.fullgraph:
             return None, [], {}
         mark = Fingerprint()
         try:

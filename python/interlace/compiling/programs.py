@@ -81,6 +81,7 @@ class Programs:
         # How tensor parallelism cuts the parameters, and why: meta lines of all programs of the run, whose states are the same; rank 0 only.
         self.cuts: dict[str, str] = {}
         self.opaque: OpaqueTable | None = None  # what runs in Python, of all programs
+        self.in_python = False  # what cannot be captured: a training has met too many different batches (train/run.py)
         self.learnt: tuple[list[OpaqueCall], list[str]] | None = None  # on rank 0, until the others know it: OpaqueTable.add
         # Stages that differ in their data ranks have micro-batches of other sizes: by the captured text of the first stage those of all
         # stages (compiling/captures.py); rank 0 only.

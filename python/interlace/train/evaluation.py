@@ -37,7 +37,7 @@ from interlace.train.agreement import captured_alike
 from interlace.train.batch import describe
 from interlace.train.eager import EagerRunner
 from interlace.train.rewriting import Rewriting
-from interlace.train.run import Run, gathered
+from interlace.train.run import Run, gathered, shared_capture
 
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
@@ -175,7 +175,7 @@ class Evaluation:
             return Source(texts[0], made[0][1], constants, captured=text, stages=texts if len(texts) > 1 else [])
 
         with gathered(run, captures), in_eval_mode(run.model):
-            share = lambda: programs.share(f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
+            share = lambda: shared_capture(run, captures, f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
             source = captured_alike(share, batch, run.peers, captures)
         problem = programs.over_limit(programs.parse(source), run.ir)
         if problem is not None:

@@ -44,7 +44,7 @@ from interlace.train import batch as batches
 from interlace.train.agreement import content
 from interlace.train.evaluation import Evaluation
 from interlace.train.refreeze import Frozen
-from interlace.train.run import Run, gathered
+from interlace.train.run import Run, gathered, shared_capture
 from interlace.train.values import Values
 
 log = logging.getLogger("interlace")
@@ -384,8 +384,7 @@ class Follow:
                 return Source("")
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
-        with gathered(run, self.captures):
-            source = programs.share(f"program of another state of the model at step {run.steps}", make)
+        source = shared_capture(run, self.captures, f"program of another state of the model at step {run.steps}", make)
         if source.text:
             running = self._running()
             try:

@@ -25,7 +25,7 @@ from interlace.train.evaluation import Evaluation
 from interlace.train.hyper import OWN_COUNTS
 from interlace.train.laid_by import LaidBy
 from interlace.train.materialize import adopt
-from interlace.train.run import Run, gathered
+from interlace.train.run import Run, shared_capture
 
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
@@ -139,7 +139,7 @@ class Frozen:
             run.left_out |= {name: now - n for name, n in made.items() if counts and n < now}
 
     def _recompile(self, micro_batch: Any) -> None:
-        run, programs = self.run, self.planner.programs
+        run = self.run
 
         def make() -> Source:
             text, constants = self.captures.text(micro_batch)
@@ -150,9 +150,7 @@ class Frozen:
                     raise
                 return self.planner.source(text, run.planned_passes, constants, run.limit)
 
-        with gathered(run, self.captures):
-            source = programs.share(f"program of other trainable parameters at step {run.steps}", make)
-        self.rebuild(source)
+        self.rebuild(shared_capture(run, self.captures, f"program of other trainable parameters at step {run.steps}", make))
 
     def rebuild(self, source: Source) -> None:
         """Goes on with a program of other units, on copies of the values."""

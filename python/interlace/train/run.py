@@ -20,12 +20,12 @@ from interlace.checkpoint.optimizer import STATE_NAMES
 from interlace.checkpoint.saver import Save
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.compiling.captures import Captures
-from interlace.compiling.programs import Built, Programs
+from interlace.compiling.programs import Built, Programs, Source
 from interlace.compiling.states import DTYPES, WEIGHT, Entry, Parameter, States
 from interlace.config import Config
 from interlace.config.schedule import stage_at
 from interlace.dist.peers import PeerError, Peers
-from interlace.errors import InterlaceError
+from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
 from interlace.train.hyper import Hyper
 from interlace.train.laid_by import LaidBy
@@ -343,8 +343,8 @@ def gathered(run: Run, captures: Captures) -> Iterator[None]:
     """For a capture of a model with opaque modules, which are run for real to learn what they give: the whole parameters, on every
     rank, of a model whose own are on meta. Every rank must enter it."""
     opaque = run.programs.opaque
-    some = opaque is not None and (any(c.path != TOLD for c in opaque.calls.values()) or (captures.undecided and not run.config.fullgraph))
-    if not some or all(run.states.resident(name) is not None for name in run.states.parameters):
+    some = opaque is not None and (any(c.path != TOLD for c in opaque.calls.values()) or (captures.undecided and not captures.fullgraph))
+    if not some or captures.values is not None or all(run.states.resident(name) is not None for name in run.states.parameters):
         yield
         return
     run.flush()
@@ -354,3 +354,31 @@ def gathered(run: Run, captures: Captures) -> Iterator[None]:
         yield
     finally:
         captures.values = None
+
+
+def shared_capture(
+    run: Run, captures: Captures, what: str, make: Callable[[], Source], loss_fn: Callable[[nn.Module, Any], Any] | None = None
+) -> Source:  # fmt: skip
+    """Programs.share of what make() captures. Where batches differ too often in what Python reads of them, and what reads it cannot be
+    captured otherwise, that runs in Python from here on: a training does not stop for it. Every rank must call it."""
+    programs, reason = run.programs, "in Python"
+
+    def first() -> Source:
+        try:
+            return make()
+        except CaptureError as e:
+            if not captures.may_leave_out:
+                raise
+            return Source("", [{reason: str(e).partition(", or pass fullgraph=False")[0]}])
+
+    with gathered(run, captures):
+        source = programs.share(what, first, loss_fn)
+    if not source.reports or reason not in source.reports[0]:
+        return source
+    programs.in_python = True
+    log.warning(
+        "step %d: what cannot be captured for so many different batches runs in Python from now on, as Config(fullgraph=False) has it, which "
+        "may be slower (trainer.summary()['opaque'] says what it costs): %s", run.steps, source.reports[0][reason],
+    )  # fmt: skip
+    with gathered(run, captures):
+        return programs.share(what, make, loss_fn)
