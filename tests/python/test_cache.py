@@ -273,6 +273,7 @@ def test_loss_functions_count_by_code_and_closure(monkeypatch: pytest.MonkeyPatc
     before = mark(model, from_elsewhere)
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--more"])
     assert mark(model, from_elsewhere) != before
+    assert mark(model, lambda m, b: torch.ops.aten.relu(m(b))) != mark(model, lambda m, b: torch.ops.aten.tanh(m(b)))
     with pytest.raises(Unsure, match="outside the model"):
         mark(model, closure(nn.Linear(2, 2)))
 

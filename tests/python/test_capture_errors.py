@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import interlace
 from interlace.capture import InputSpec, capture
 from interlace.errors import CaptureError, InterlaceError
 from interlace.models import build, resolve
@@ -343,9 +344,10 @@ def test_wrapped_models():
     fails("the model is wrapped in DataParallel; pass the module inside (model.module)", nn.DataParallel(Net()))
     fails("the model is a function; pass a torch.nn.Module", lambda x: x)
     with pytest.raises(
-        CaptureError, match="module '0' is a TorchScript module; pass the Python module it was made from"
+        CaptureError, match="module '0' is a TorchScript module; pass the Python module it was made from, or take mode=\"eager\""
     ):
-        capture(nn.Sequential(torch.jit.script(nn.Linear(4, 4))), lambda m, b: m(b["x"]).mean(), X)
+        scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+        interlace.compile(scripted, torch.optim.SGD(scripted.parameters()), lambda m, b: m(b["x"]).mean(), X, interlace.Config(cache="off"))
 
 
 def test_model_is_usable_after_an_error():

@@ -184,6 +184,33 @@ def test_captured_casts() -> None:
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.InstanceNorm1d(8, affine=True, track_running_stats=True)])
+def test_norms_with_statistics_keep_their_parameters(norm: nn.Module) -> None:
+    """PyTorch's batch_norm takes no parameters in 16 bits beside statistics in 32; the first step failed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 8, 1), copy.deepcopy(norm), nn.ReLU(), nn.Conv1d(8, 1, 1))
+    other = copy.deepcopy(model)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model(batch).float().square().mean()
+
+    def narrow(batch: Tensor) -> Tensor:
+        cast = {n: p if n.startswith("1.") else p.bfloat16() for n, p in other.named_parameters()}
+        return loss(lambda x: torch.func.functional_call(other, cast, (x.bfloat16(),)), batch)
+
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    x = torch.randn(6, 4, 5)
+    with interlace.compile(model, optimizer, loss, x, Config(cache="off", param_dtype="bfloat16")) as trainer:
+        for _ in range(4):
+            plain.zero_grad()
+            expected = narrow(x)
+            expected.backward()
+            plain.step()
+            assert trainer.step(x).item() == pytest.approx(expected.item(), rel=5e-3)
+        other.eval()
+        assert trainer.evaluate(x)["loss"].item() == pytest.approx(narrow(x).item(), rel=5e-3)
+
+
 def test_nothing_to_cast() -> None:
     model = zoo.build("vit", torch.bfloat16)
     with pytest.raises(CaptureError, match="param_dtype=bfloat16 changes nothing"):

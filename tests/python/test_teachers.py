@@ -361,3 +361,30 @@ def test_a_momentum_encoder_that_the_optimizer_has_too() -> None:
                 model.train()
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["scripted", "traced"])
+def test_teachers_of_torchscript(kind: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    x = torch.randn(5, 4, dtype=torch.double)
+    teacher = torch.jit.script(net) if kind == "scripted" else torch.jit.trace(net, x)
+    student = nn.Linear(4, 3).double()
+    other = copy.deepcopy(student)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch)
+        return F.mse_loss(model(batch), wanted)
+
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (student, other))
+    with interlace.compile(student, optimizer, loss, x, interlace.Config(cache="off")) as trainer:
+        for _ in range(3):
+            plain.zero_grad()
+            expected = loss(other, x)
+            expected.backward()
+            plain.step()
+            assert trainer.step(x).item() == pytest.approx(expected.item(), rel=1e-9)
+            with torch.no_grad():
+                for p in teacher.parameters():
+                    p.mul_(1.1)

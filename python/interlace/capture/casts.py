@@ -3,7 +3,7 @@ MixedPrecisionPolicy on the whole model.
 
     %4: bf16[8,8] = aten._to_copy(%0, dtype=bf16) {fwd m1}      each parameter once; its gradient comes back the same way
     %5: bf16[2,8] = aten._to_copy(%3, dtype=bf16) {fwd m0}      floating inputs of the model's call
-    ...                                                         buffers are what they are
+    ...                                                         buffers are what they are, and parameters of BatchNorm beside them
     %9: f32[2,8] = aten._to_copy(%8, dtype=f32) {fwd m0}        floating results of the model's call, with output_dtype
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from interlace.capture.device_casts import rules_of
@@ -76,6 +77,9 @@ class Casts:
             assert t.fake is not None
             if t.kind != "param" or not t.fake.is_floating_point() or t.fake.dtype == self.param:
                 continue
+            statistics = getattr(owners[id(t.real)], "running_mean", None)
+            if isinstance(owners[id(t.real)], _NormBase) and statistics is not None and statistics.dtype == t.real.dtype:
+                continue  # PyTorch's batch_norm takes narrow rows with parameters of its statistics' dtype, as FSDP1 leaves them
             sites.enter(owners[id(t.real)])
             cast[id(t.real)] = t.fake.to(self.param)
             sites.leave()

@@ -164,9 +164,11 @@ class Reach:
         names = None if names is None else names | _OF_MODULES
         self._hold(values, functools.partial(_attribute, owner), "value", path, names)
         for table, kind in _TABLES.items():
-            self._seen[id(values[table])] = module
-            self._hold(values[table], functools.partial(_entry, kind, owner), kind, path)
-            for name, x in values[table].items() if outside else ():  # those of the model are the program's
+            kept = getattr(module, table)
+            entries = kept if isinstance(kept, dict) else dict(kept.items())  # TorchScript's own
+            self._seen[id(kept)] = module
+            self._hold(entries, functools.partial(_entry, kind, owner), kind, path)
+            for name, x in entries.items() if outside else ():  # those of the model are the program's
                 if isinstance(x, Tensor) and id(x) not in self._seen and not (isinstance(x, Released) or x.is_meta or x.is_inference()):
                     self._seen[id(x)] = x
                     self.outside[_entry(kind, owner, name)] = x

@@ -453,4 +453,4 @@ def check_model(model: nn.Module) -> None:
             where = f"module '{path}'" if path else "the model"
             raise CaptureError(f"{where} is wrapped in {_REFUSED.get(name, _REFUSED['FullyShardedDataParallel'])}")
         if isinstance(m, torch.jit.ScriptModule):
-            raise CaptureError(f"module '{path}' is a TorchScript module; pass the Python module it was made from")
+            raise CaptureError(f"module '{path}' is a TorchScript module; pass the Python module it was made from, or take mode=\"eager\"")
