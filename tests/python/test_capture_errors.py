@@ -131,7 +131,7 @@ def test_parameter_written_in_forward():
     fails(
         "parameter 'fc.weight' is changed in place while the model runs; compute from a copy instead (`self.weight * self.mask`), or change "
         "it between two steps "
-        "(where only its first run does so, let it run once before interlace.compile)",
+        "(where only its first run does so, let it run once before interlace.compile), or take mode=\"eager\"",
         model,
         loss_fn,
     )

@@ -70,6 +70,15 @@ def decayed(net: Net, x: Tensor) -> None:
     net.fc.weight.data.mul_(0.9).add_(net.fc.bias.data[:, None], alpha=0.1)
 
 
+@torch.no_grad()
+def built(net: Net, x: Tensor) -> None:
+    """Of a tensor that is written by parts, as PEFT's constrained OFT does."""
+    made = torch.zeros(6, 6, dtype=torch.double)
+    made[:, torch.arange(4)] = net.fc.weight
+    made = made + made.T
+    net.fc.weight.copy_(F.normalize(made)[:, :4])
+
+
 def too_late(net: Net, x: Tensor) -> None:
     masked(net, x)
 
@@ -120,7 +129,7 @@ def ours(write: Callable[[Net, Tensor], Any], loss_of: Any = loss_of, **config: 
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), max(apart, default=0.0)
 
 
-@pytest.mark.parametrize("write", [renormed, masked, of_norm_one, copied, clamped, a_row, decayed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("write", [renormed, masked, of_norm_one, copied, clamped, a_row, decayed, built], ids=lambda f: f.__name__)
 def test_what_forward_writes(write: Callable[[Net, Tensor], Any]) -> None:
     assert max(ours(write)) < 1e-12
 

@@ -26,7 +26,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
-from interlace.capture.constants import Constants, NotConstant
+from interlace.capture.constants import Constants, NotConstant, _is_whole
 from interlace.capture.functional import omitted, op_name
 from interlace.errors import CaptureError
 
@@ -87,6 +87,8 @@ class Rewrites(Constants):
         self.writes += 1
         if op is not None and key in self._whole:
             self._know(self._whole[key], op)
+        elif op is not None and _is_whole(t) and (t.shape, t.dtype) == (new.shape, new.dtype):  # `made[:, rows] = self.weight`
+            self._know(t, op)
 
     def forget(self, t: Tensor) -> None:
         super().forget(t)

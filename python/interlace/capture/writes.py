@@ -91,5 +91,5 @@ def refuse_writes(trains: Mapping[str, bool], by: Mapping[str, Collection[str]] 
 def said(name: str) -> str:
     return (
         f"parameter '{name}' is changed in place while the model runs; compute from a copy instead (`self.weight * self.mask`), or change it "
-        "between two steps (where only its first run does so, let it run once before interlace.compile)"
+        "between two steps (where only its first run does so, let it run once before interlace.compile), or take mode=\"eager\""
     )

@@ -186,8 +186,9 @@ class Fingerprint:
         self.word("package", x.__name__)
         for attribute in sorted(names & vars(x).keys()):
             item = vars(x)[attribute]
-            code = getattr(item, "__code__", None)
-            own = not _of_a_package(x) or (isinstance(code, types.CodeType) and not is_installed(code.co_filename))  # config.SCALE, or put there
+            code = getattr(item, "__code__", None)  # torch.ops has any attribute
+            there = isinstance(code, types.CodeType) and not is_installed(code.co_filename)
+            own = not _of_a_package(x) or there  # config.SCALE, or put there
             if own or plain_container(item, x):
                 self.named(attribute, item, f"{where}.{attribute}")
             elif type(item) in _PLAIN or isinstance(item, (types.FunctionType, type)):

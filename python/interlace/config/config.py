@@ -132,7 +132,8 @@ class Config:
     trust_program    run a checkpoint's program though it was made elsewhere; False: only what was made here, or from the capture just now
     param_dtype      "bfloat16" or "float16": parameters (float32 in the optimizer) are cast to it for forward and backward, and so are
                      the floating inputs of the model's call; they are gathered in it (BatchNorm's stay with its statistics). "autocast": the
-                     loss function runs under torch.autocast (its own region, or one around all of it); parameters used in its dtype alone are gathered in it
+                     loss function runs under torch.autocast (its own region, or one around all of it); parameters used in its dtype alone
+                     are gathered in it
     reduce_dtype     "bfloat16", "float16" or "float32": gradients are reduced in it; None: in param_dtype, as in FSDP2
     loss_scale       a number that the loss is multiplied by for backward, or "dynamic" (for float16): it starts at 65536, is halved
                      when the gradient is not finite (that step changes nothing), doubled after 2000 steps that are
