@@ -262,3 +262,41 @@ def test_what_a_state_dict_may_hold() -> None:
     assert torch.equal(made["state"][0]["norm"], state["state"][0]["norm"])
     with pytest.raises(CheckpointError, match="the state_dict of A holds a type"):
         own_steps._described({"kind": int}, tensors, "A")
+
+
+class Compiled(torch.optim.Optimizer):
+    """What it does with all elements is a function of torch.compile's, as timm's Kron has them."""
+
+    def __init__(self, params: Any, whole: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.whole = whole
+        self.change = torch.compile(lambda p, g, lr: p - lr * g, fullgraph=True, backend="eager")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                g = p.grad / p.grad.norm() if self.whole else p.grad
+                p.copy_(self.change(p, g, group["lr"]))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_with_a_compiled_function(whole: bool) -> None:
+    """Whether it is captured or makes its own steps; and the function is compiled afterwards, too."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    other = copy.deepcopy(model)
+    x = torch.randn(5, 4, dtype=torch.double)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    optimizer, plain = Compiled(model.parameters(), whole), Compiled(other.parameters(), whole)
+    with interlace.compile(model, optimizer, loss, x, interlace.Config(cache="off")) as trainer:
+        for _ in range(3):
+            plain.zero_grad()
+            expected = loss(other, x)
+            expected.backward()
+            plain.step()
+            assert trainer.step(x).item() == pytest.approx(expected.item(), rel=1e-9)
+    assert optimizer.change(x, x, 1.0).abs().max() == 0

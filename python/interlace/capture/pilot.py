@@ -9,7 +9,9 @@ Nothing of the user's optimizer is written: a pilot has copies of its groups, of
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +23,11 @@ from interlace.errors import CaptureError
 Tensor = torch.Tensor
 _PLAIN = {"foreach": False, "fused": False, "capturable": False}  # the form of a step that runs op by op
 _OWN = {"params", "param_names"}
+
+
+def _as_written() -> AbstractContextManager[Any]:
+    """Functions that torch.compile has made run as they were written: under a mode of ours Dynamo would leave them out for good."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def refused(optimizer: torch.optim.Optimizer, why: str) -> CaptureError:
@@ -167,7 +174,7 @@ class Pilot:
         step: Any = kind.step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         try:
-            with torch.no_grad(), mode:
+            with torch.no_grad(), _as_written(), mode:
                 step(optimizer)
         except NotElementwise as e:
             raise refused(self.optimizer, _said(str(e))) from None
