@@ -241,6 +241,8 @@ def _whole(
             path = found.sites.failed
             if path is None or path == OUTSIDE:
                 path = LOSS if TAIL in opaque else TAIL
+            elif path == "" and undecided:  # other batches may give results of other sizes, and a loss is a number
+                path = LOSS
             around = isinstance(error, CalledOtherwise) and path in opaque and path not in ("", LOSS, TAIL)
             if fullgraph or symbolic or isinstance(error, LossForm) or (path in opaque and not around) or casts.param is not None:
                 raise (CaptureError(str(error)) if type(error) is Depends else error) from error.__cause__
