@@ -135,3 +135,57 @@ def test_a_loss_that_asks_for_its_rank() -> None:
     assert ranks.run(asking, 2, False) == ["", ""]
     for said in ranks.run(asking, 2, True):
         assert "depends on the rank" in said and "test_numbers.py" in said
+
+
+def by_class(n: int) -> float:
+    match n:
+        case int():
+            return 2.0 + n
+        case _:
+            return 9.0
+
+
+KINDS = {
+    "of a dict": lambda n: FACTORS.get(n, 1.0),
+    "in a set": lambda n: 2.0 if n in {2, 3} else 1.0,
+    "hash": lambda n: 1.0 + hash(n) % 3,
+    "isinstance": lambda n: (2.0 if isinstance(n, int) else 3.0) + n,
+    "of a tensor": lambda n: (2.0 if isinstance(n, torch.Tensor) or torch.is_tensor(n) or hasattr(n, "dtype") else 3.0) + n,
+    "type": lambda n: (2.0 if type(n) is int else 3.0) + n,
+    "match": by_class,
+}  # fmt: skip
+FACTORS = {2: 5.0, 3: 6.0}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["attribute", "in the batch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_that_changes_is_one_to_whatever_asks(kind: str, beside: bool) -> None:
+    """Tensors that stand for numbers had the class and the hash of tensors, which decided without a word."""
+    factor, now = KINDS[kind], {"epoch": 0}
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+    other = copy.deepcopy(model)
+
+    def loss_fn(model: nn.Module, b: dict[str, Any]) -> Tensor:
+        return model(b["x"].double()).square().mean() * factor(b["epoch"] if beside else now["epoch"])
+
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, other)]
+    with interlace.compile(model, optimizers[0], loss_fn, batch(0) | {"epoch": 0}, interlace.Config(cache="off")) as trainer:
+        for step in range(5):
+            now["epoch"] = step
+            b = batch(step) | {"epoch": step}
+            optimizers[1].zero_grad()
+            expected = loss_fn(other, b)
+            expected.backward()
+            optimizers[1].step()
+            assert trainer.step(b).item() == pytest.approx(expected.item(), rel=1e-9)
+    assert hash(torch.zeros(())) != 0 and isinstance(1, int) and "type" not in globals()
+
+
+@pytest.mark.parametrize("kind", ["of a dict", "hash"])
+def test_a_number_of_a_step_that_is_looked_up(kind: str) -> None:
+    """Refused by its line; nothing was found."""
+    loss_fn = lambda model, b: model(b["x"]).mean() * KINDS[kind](int((model(b["x"]) > 0).sum()))  # noqa: E731
+    model = nn.Linear(8, 4)
+    with pytest.raises(CaptureError, match=r"test_numbers.py:\d+: the model reads a tensor's value"):
+        interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, batch(0), interlace.Config(cache="off"))

@@ -13,7 +13,7 @@ import builtins
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.capture.constants import Constants
+from interlace.capture.sites import is_user_file
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -81,6 +82,54 @@ def math_of_numbers(constants: Constants) -> Iterator[None]:
         builtins.min, builtins.max = bounds
         for name, function in before.items():
             setattr(math, name, function)
+
+
+@contextlib.contextmanager
+def asked_as_python(constants: Constants, spaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """What a tensor that stands for a number is to isinstance(), hasattr(), torch.is_tensor(), to type() in the code of the globals `spaces`,
+    and in sets and dicts, which read it: `factors.get(epoch, 1.0)`."""
+    is_one, has, is_tensor, own_hash, numbers = isinstance, hasattr, torch.is_tensor, torch.Tensor.__hash__, constants.numbers
+
+    def asked(x: Any) -> bool:
+        return id(x) in numbers and is_user_file(sys._getframe(2).f_code.co_filename)
+
+    def like(x: Tensor) -> Any:
+        return 0.0 if x.is_floating_point() else x.dtype != torch.bool and 0
+
+    def instance(x: Any, kind: Any, /) -> bool:
+        return is_one(like(x) if asked(x) else x, kind)
+
+    def has_one(x: Any, name: str, /) -> bool:
+        return has(like(x) if asked(x) else x, name)
+
+    def tensor(obj: Any, /) -> Any:
+        return not asked(obj) and is_tensor(obj)
+
+    def hashed(t: Tensor) -> int:
+        return hash(aten._local_scalar_dense(t)) if asked(t) else own_hash(t)
+
+    class Kind(type):
+        def __instancecheck__(cls, x: Any) -> bool:
+            return is_one(x, type)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, type)
+
+        def __call__(cls, *args: Any, **named: Any) -> Any:
+            return type(like(args[0]) if len(args) == 1 and asked(args[0]) else args[0]) if len(args) == 1 else type(*args, **named)
+
+    changed = [space for space in spaces if "type" not in space]
+    try:
+        builtins.isinstance, builtins.hasattr, torch.is_tensor = instance, has_one, tensor  # type: ignore[assignment]
+        torch.Tensor.__hash__ = hashed  # type: ignore[method-assign, assignment]
+        for space in changed:
+            space["type"] = Kind("type", (type,), {})
+        yield
+    finally:
+        builtins.isinstance, builtins.hasattr, torch.is_tensor = is_one, has, is_tensor
+        torch.Tensor.__hash__ = own_hash  # type: ignore[method-assign]
+        for space in changed:
+            space.pop("type", None)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.loss import LossForm
 from interlace.capture.model_tensors import ModelTensor, Replaced, check_parameters, collect, count_as_buffers, device_type
+from interlace.capture.numbers import asked_as_python
 from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.own_draws import RATHER
 from interlace.capture.reads import TURNS, Depends, Hidden, Telling, around
@@ -283,7 +284,11 @@ def _watched(
                 one.names.update({id(t): where for where, t in (*watch.tensors().items(), *watch.outside.items())})
                 one.names.update({key: where for key, (where, _) in names.items()})
                 one.constants.numbers.update({key: t for key, (_, t) in names.items()})
-                one.run(loss_fn, batch)
+                stand = names or any(t.number for t in one.spec.tensors) or one.recorder.reads.stands
+                if stand and watch.matches:
+                    raise CaptureError("`case` asks for the class of a number, which no tensor can stand for then")
+                with asked_as_python(one.constants, watch.typed) if stand else contextlib.nullcontext():
+                    one.run(loss_fn, batch)
         finally:
             changes = watch.restore()
         return [change for change in changes if not one.assign(change)]

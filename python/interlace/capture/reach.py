@@ -141,6 +141,8 @@ class Reach:
             self.outside: dict[str, Tensor] = {}
             self.generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []  # how to get and set a state
             self.varies = False
+            self.typed: dict[int, dict[str, Any]] = {}  # globals of code that calls type()
+            self.matches = False  # code has a `case int():`, which nothing can stand for
             self._seen: dict[Any, Any] = {}
             for path, module in model.named_modules():
                 self._value(module, path)
@@ -338,6 +340,9 @@ class Reach:
         names = mentions(f.__code__)
         self.read |= names
         loaded, imports = loads(f.__code__)
+        if "type" in loaded:
+            self.typed[id(f.__globals__)] = f.__globals__
+        self.matches |= _matches(f.__code__)
         for name in sorted(loaded & f.__globals__.keys()):
             self._global(f.__globals__, name, names, where)
         for name in sorted(imports & sys.modules.keys()):
@@ -462,6 +467,12 @@ def loads(code: types.CodeType) -> tuple[set[str], set[str]]:
             for mine, inner in zip(found, loads(constant), strict=True):
                 mine |= inner
     return found
+
+
+@functools.cache
+def _matches(code: types.CodeType) -> bool:
+    inner = any(_matches(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return inner or any(i.opname == "MATCH_CLASS" for i in dis.get_instructions(code))
 
 
 def _installed(x: Any) -> bool:

@@ -92,6 +92,7 @@ class Watch:
         self._reach, self._prefix = Reach(model, loss_fn, known), prefix
         self.tells = True  # whether a program may call Python for what it hands on (reads.py): stages of a pipeline may not
         self.varies, self.names_of = self._reach.varies, self._reach.names_of
+        self.typed, self.matches = list(self._reach.typed.values()), self._reach.matches
         self.outside = {prefix + where: t for where, t in self._reach.outside.items()}
         self._first = self._later = [get() for get, _ in self._reach.generators]
         self._dicts = [h for h in self._reach.tables if isinstance(h.holder, dict)]
