@@ -189,3 +189,19 @@ def test_a_number_of_a_step_that_is_looked_up(kind: str) -> None:
     model = nn.Linear(8, 4)
     with pytest.raises(CaptureError, match=r"test_numbers.py:\d+: the model reads a tensor's value"):
         interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, batch(0), interlace.Config(cache="off"))
+
+
+def test_a_list_of_sizes_names_the_way() -> None:
+    def loss_fn(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        y = model(b["x"])
+        sizes = F.one_hot(y.argmax(-1), 4).sum(0).tolist()
+        return torch.stack([part.sum() for part in y.split(sizes)]).square().mean()
+
+    model = nn.Linear(8, 4)
+    make = lambda **config: interlace.compile(  # noqa: E731
+        model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, batch(0), interlace.Config(cache="off", **config)
+    )
+    with pytest.raises(CaptureError, match=r"split_sizes.* \(numbers that are read at \S*test_numbers.py:\d+ .*fullgraph=False runs that"):
+        make()
+    with make(fullgraph=False) as trainer:
+        assert trainer.step(batch(1)).item() >= 0

@@ -246,6 +246,11 @@ def _whole(
                 path = LOSS
             around = isinstance(error, CalledOtherwise) and path in opaque and path not in ("", LOSS, TAIL)
             if fullgraph or symbolic or isinstance(error, LossForm) or (path in opaque and not around) or casts.param is not None:
+                if reads.taken and type(error) is CaptureError and "fullgraph" not in str(error):
+                    raise CaptureError(
+                        f"{error} (numbers that are read at {', '.join(reads.taken)} are others in a trace than in a step; where they decide "
+                        "it, fullgraph=False runs that in Python)"
+                    ) from error.__cause__
                 raise (CaptureError(str(error)) if type(error) is Depends else error) from error.__cause__
             if around:
                 path, reason = path.rpartition(".")[0], opaque[path]

@@ -2,7 +2,7 @@
 
 Where the batch alone decides, they are captured as the example batch has them (ways.py). The CTC loss is captured for targets of any
 length: its memory goes by the longest, so that a sample of that length is added, whose loss nobody looks at; and targets that
-masked_select has put one behind the other are rows again.
+masked_select has put one behind the other are rows again. bincount with a minlength gives as many.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sized:
         self._losses: dict[int, tuple[Any, ...]] = {}  # by the storage of its second result: a CTC loss's arguments and first result
         self.forms: dict[Any, Callable[..., Any]] = {
             aten.index.Tensor: self._index, aten.masked_select.default: self._select, aten._ctc_loss.Tensor: self._ctc,
-            aten._ctc_loss_backward.Tensor: self._ctc_backward,
+            aten._ctc_loss_backward.Tensor: self._ctc_backward, aten.bincount.default: self._count,
             **{func: functools.partial(self._each, func) for func in (aten.binary_cross_entropy.default, aten.soft_margin_loss.default)},
         }  # fmt: skip
 
@@ -63,6 +63,17 @@ class Sized:
             each = [(i,) if i is None or i.dtype != torch.bool else torch.nonzero(i).unbind(1) for i in indices]
             return aten.index.Tensor(x, [i for group in each for i in group])
 
+    def _count(self, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+        """Numbers below a given one; the step fails where there are others, unless the batch alone says so."""
+        if minlength == 0:
+            return None
+        with self.recorder:
+            if x.numel() and self._known((x < minlength).all()) is False:
+                return None
+            dtype = torch.int64 if weights is None else weights.dtype if weights.dtype == torch.float32 else torch.float64
+            each = torch.ones_like(x, dtype=dtype) if weights is None else weights.to(dtype)
+            return each.new_zeros(minlength).scatter_add(0, x.long(), each)
+
     def _each(self, func: OpOverload, *args: Any) -> Any:
         """A loss as its kernel computes it, which gives the result another size meanwhile: of each element, then their mean or sum."""
         args = (*args, *(a.default_value for a in func._schema.arguments[len(args) :]))
@@ -83,9 +94,12 @@ class Sized:
 
     def _holds(self, t: Tensor) -> bool:
         """Whether the batch alone decides that it is true, which is looked at before each step."""
+        return bool(self._known(t))
+
+    def _known(self, t: Tensor) -> Any:
         with contextlib.suppress(NotConstant):
-            return bool(self.recorder.ways.number(t, self.recorder.sites.place()))
-        return False
+            return self.recorder.ways.number(t, self.recorder.sites.place())
+        return None
 
     def _ctc(self, log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int = 0, zero: bool = False) -> Any:
         rec = self.recorder

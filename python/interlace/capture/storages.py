@@ -8,12 +8,13 @@ Tensor = torch.Tensor
 
 
 class Storage:
-    """The current root value of a fake storage, and the root's geometry."""
+    """The current root value of a fake storage, and the root's geometry. Holding the storage keeps its id from being used again, whatever
+    its tensor is given (`t.data = ...`)."""
 
-    __slots__ = ("dtype", "root", "size", "stride", "version")
+    __slots__ = ("dtype", "memory", "root", "size", "stride", "version")
 
     def __init__(self, root: int, t: Tensor) -> None:
-        self.root, self.version = root, 0
+        self.root, self.version, self.memory = root, 0, t.untyped_storage()
         self.dtype, self.size, self.stride = t.dtype, tuple(t.shape), t.stride()
 
 
