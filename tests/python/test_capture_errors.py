@@ -465,3 +465,19 @@ def test_config_file_of_a_preset(tmp_path):
     again = build(str(tmp_path / "config.json"), seq=16)
     text, other = (capture(b.model, b.loss_fn, b.example_batch).text for b in (built, again))
     assert text == other
+
+
+def test_packed_sequences_name_the_way():
+    """And not what torch says to those who write kernels."""
+
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return self.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1]
+
+    with pytest.raises(CaptureError, match=r"test_capture_errors.py:\d+: .*fullgraph=False runs that module in Python") as e:
+        capture(Packs(), lambda m, b: m(b["x"], b["n"]).mean(), {"x": torch.ones(2, 3, 4), "n": torch.tensor([3, 2])})
+    assert "torch.compile" not in str(e.value)

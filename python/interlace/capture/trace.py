@@ -447,8 +447,8 @@ class Trace:
                 'trainer Config(strategy="zero1") or "replicate", whose parameters are whole on every rank'
             ) from e
         except Exception as e:
-            place = user_place(e.__traceback__) or what
-            text = f"{place}: {type(e).__name__} while tracing {what}{self.module()}: {e}"
+            said = str(e).partition("\nIf you're using torch.compile")[0]  # advice for others
+            text = f"{user_place(e.__traceback__) or what}: {type(e).__name__} while tracing {what}{self.module()}: {said}"
             if not isinstance(e, RuntimeError) or re.search("numpy|subclass|fake|data_ptr|storage|allocated", str(e), re.I):
                 text += " (A trace has shapes and no values: where eager steps do not fail, fullgraph=False runs that module in Python.)"
             if self.symbols and self.symbols.rename(str(e)) != str(e):
