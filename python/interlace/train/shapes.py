@@ -30,7 +30,7 @@ from interlace.config import Config, ConfigError, did_you_mean
 from interlace.dist.peers import Peers
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
-from interlace.train.run import Run, gathered
+from interlace.train.run import Run, shared_capture
 
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
@@ -104,8 +104,7 @@ class Shapes:
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
         log.info("step %d: compiling for %s", run.steps, bucket.describe())
-        with gathered(run, self.captures):
-            source = programs.share(f"program for {bucket.describe()}", make)
+        source = shared_capture(run, self.captures, f"program for {bucket.describe()}", make)
         return programs.build_beside(source, run.executor, run.ir)
 
     def forget(self) -> None:
