@@ -239,7 +239,7 @@ def test_training_goes_on_behind_an_evaluation_of_other_rows() -> None:
         ({"mesh": {"pp": 2, "dp": (2, 1, 1)}}, "dp=2+1+1 of the mesh has sizes for 3 stages, but axis pp has 2"),
         ({"mesh": "dp=2+1"}, "dp=2+1 of the mesh has sizes for 2 stages, but axis pp has 1"),
         ({"mesh": {"dp": (2, 1), "pp": 2}}, "have the axes pp, dp and tp, in this order, not dp, pp"),
-        ({"mesh": {"pp": 2, "dp": (2, 1)}, "shapes": {"x": [(1, 2)]}, "pad": {"x": 0}}, "shapes needs stages with as many ranks each"),
+        ({"mesh": {"pp": 2, "dp": (2, 1)}, "shapes": {"x": [(1, 2)]}, "pad": {"x": 0}}, "shapes and pad need stages with as many ranks each"),
     ],
 )
 def test_settings_that_cannot_be(config: dict[str, Any], words: str) -> None:
