@@ -148,6 +148,14 @@ def test_lengths_as_they_come_are_rounded_up_together(config: dict[str, Any]) ->
         assert sorted(ragged["stats"]["shapes"].values()) == [1, 1, 2, 2, 2]  # of 18, 64, and 33, 40, 60
 
 
+def test_rows_and_lengths_that_are_both_rounded_up_are_compiled_once() -> None:
+    model = zoo.build("llama", torch.float32)
+    with interlace.compile(model, parity.make_optimizer("sgd", model), loss, batch_of(12, 0), Config(pad=PAD)) as trainer:
+        for step in range(3):
+            trainer.step(batch_of(33, step, rows=17))  # 18 x 36 numbers for 17 x 33
+        assert trainer.stats()["compiled_shapes"] == 2 and sorted(trainer.stats()["shapes"].values()) == [0, 3]
+
+
 def test_few_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("interlace.train.shapes.KEPT", 2)
     few = as_they_come(False)

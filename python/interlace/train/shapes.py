@@ -152,7 +152,8 @@ class Shapes:
         fitting = [bucket for bucket in self.buckets if bucket.fits(need) and bucket.elements <= most]
         first = self.buckets[0].sizes
         rounded = {name: tuple(n if n == m else _rounded(n) for n, m in zip(size, first[name], strict=True)) for name, size in sizes.items()}
-        return min(fitting, key=lambda bucket: bucket.elements, default=Bucket(rounded))
+        same = (bucket for bucket in self.buckets if bucket.sizes == rounded)  # rounded in rows and length, it may add more than an eighth
+        return min(fitting, key=lambda bucket: bucket.elements, default=next(same, Bucket(rounded)))
 
     def _need(self, parts: list[Any]) -> tuple[dict[str, list[int]], str | None]:
         """The largest sizes over this rank's micro-batches."""
