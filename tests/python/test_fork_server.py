@@ -57,6 +57,12 @@ def test_a_rank_has_its_words_its_environment_and_what_was_imported() -> None:
     assert [t[6] for t in told] == ["interlace:0\n"] * 2 + ["interlace:1\n"] * 2
 
 
+def test_lines_of_ranks_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    _, lines = launched("time.sleep(1 - time.time() % 1); [print(rank, rank) for _ in range(2000)]")
+    assert sorted(lines) == ["0 0"] * 2000 + ["1 1"] * 2000
+
+
 def test_its_stderr_carries_the_rank_and_its_exit_code_is_seen() -> None:
     failures, lines = launched("print('hello', file=sys.stderr); sys.exit(7 * rank)")
     assert failures == ["rank 1 failed (exit code 7): hello"]

@@ -159,6 +159,12 @@ def test_one_rank(kind: str) -> None:
     assert losses == pytest.approx(expected, rel=1e-9) and far < 1e-9
 
 
+def test_a_step_that_torch_compile_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.optim.LBFGS([torch.zeros(1)])  # puts torch's hooks round it
+    monkeypatch.setattr(torch.optim.LBFGS, "step", torch._dynamo.disable(torch.optim.LBFGS.step))
+    test_one_rank("lbfgs")
+
+
 @pytest.mark.parametrize("strategy", ["shard", "zero1", "replicate"])
 def test_two_ranks(strategy: str) -> None:
     for kind in ("lamb", "sam", "lookahead", "lbfgs") if strategy != "zero1" else ("lamb",):

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.capture.rules import MAX_STATES, RESERVED, Calls, Form, NotElementwise, Number, Recording, evaluate, form_of
+from interlace.capture.several import step_without_hooks
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -171,8 +172,7 @@ class Pilot:
         optimizer.__dict__.update(self.optimizer.__dict__, **self.attributes)
         optimizer.__dict__.pop("step", None)  # what schedulers put round it
         optimizer.param_groups, optimizer.state = groups, states
-        step: Any = kind.step
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        step = step_without_hooks(kind)
         try:
             with torch.no_grad(), _as_written(), mode:
                 step(optimizer)

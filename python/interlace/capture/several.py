@@ -23,6 +23,14 @@ def runs_itself(optimizer: Optimizer) -> bool:
     return optimizer in _own
 
 
+def step_without_hooks(kind: type[Optimizer]) -> Any:
+    """Its step as written: torch puts hooks round it, and torch.compile round what it will not compile (LBFGS) once more."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
 class Several(Optimizer):
     """Has the members' own groups, which stay theirs: schedulers of the members work as they are."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import os
 import signal
@@ -131,6 +132,9 @@ def _be_rank(pipe: socket.socket, between: int, words: bytes, fds: list[int], ma
     for fd in fds:
         os.dup2(fd, 2)
         os.close(fd)
+    for stream in (sys.stdout, sys.stderr):  # a line is written whole and at once: ranks share a pipe, and unbuffered, print writes two parts
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     sys.argv[:], environment = json.loads(words)
     os.environ.update(environment)
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"interlace:{environment['RANK']}".encode())

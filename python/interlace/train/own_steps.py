@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 
 from interlace.capture.groups import has_pilot, kind_of, rules_of
 from interlace.capture.model_tensors import collect
-from interlace.capture.several import members_of, run_itself, runs_itself
+from interlace.capture.several import members_of, run_itself, runs_itself, step_without_hooks
 from interlace.capture.whole import GRADIENT
 from interlace.checkpoint.contents import Checkpoint
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
@@ -211,8 +211,7 @@ class OwnSteps:
 
         try:
             for member in self.members:
-                step: Any = type(member).step
-                step = step.__wrapped__ if getattr(step, "hooked", False) else step
+                step = step_without_hooks(type(member))
                 step(member, closure) if "closure" in inspect.signature(step).parameters else step(member)
         finally:
             for p in params.values():
