@@ -1,7 +1,7 @@
 """One rank, one thread: our step against PyTorch eager with AdamW for model families of many kinds, as `Config()` runs them.
 
 python bench/families.py                              # all: processor seconds of the step's thread, so that other work disturbs little
-python bench/families.py --only "lstm;gru" --rounds 20 --json out.json
+python bench/families.py --compile --only "lstm;gru" --rounds 20 --json out.json
 
 Each of a few million parameters or fewer, from its library's own class, with random weights. Steps take
 turns, ours once its plan has settled.
@@ -173,30 +173,46 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def measure(name: str, rounds: int, json_path: str | None) -> float:
-    """The median ratio of our step to eager's."""
+def adamw(model: nn.Module, **words: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, **words)
+
+
+def plain_step(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor], **words: bool) -> Callable[[], None]:
+    optimizer = adamw(model, **words)
+
+    def step() -> None:
+        loss_fn(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(name: str, compiled: bool, rounds: int, json_path: str | None) -> float:
+    """The median ratio of our step to eager's, or to that of torch.compile with a fused AdamW."""
     torch.manual_seed(0)
     model, batch, loss_fn = CASES[name]()
-    plain = copy.deepcopy(model.train())
-    theirs, ours = (torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-4) for m in (plain, model))
-
-    def eager_step() -> None:
-        loss_fn(plain, batch).backward()
-        theirs.step()
-        theirs.zero_grad()
-
+    model.train()
+    sides = {"eager": plain_step(copy.deepcopy(model), batch, loss_fn)}
+    if compiled:
+        torch.compiler.reset()
+        sides["torch.compile"] = plain_step(copy.deepcopy(model), batch, torch.compile(loss_fn), fused=True)
+        sides["torch.compile"]()
+    ours = adamw(model)
     with interlace.compile(model, ours, loss_fn, batch) as trainer:
         end = time.monotonic() + SETTLE_S
         while trainer.steps < 8 or (not trainer.settled and time.monotonic() < end):
             trainer.step(batch)
-        times = paired({"eager": eager_step, "interlace": lambda: trainer.step(batch)}, rounds, warmup=3, clock=time.thread_time)
-    record: Any = report(name, times, baseline="eager", json_path=json_path)
+        sides["interlace"] = lambda: trainer.step(batch)
+        times = paired(sides, rounds, warmup=3, clock=time.thread_time)
+    record: Any = report(name, times, baseline=list(sides)[-2], json_path=json_path)
     return float(record["sides"]["interlace"]["ratio"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"names, joined by ';' ({'; '.join(CASES)})")
+    parser.add_argument("--compile", action="store_true", help="against torch.compile with a fused AdamW as well (a minute more a family)")
     parser.add_argument("--rounds", type=int, default=12, help="paired rounds (default: 12)")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
@@ -206,8 +222,8 @@ def main() -> None:
     for name in names:
         if name not in CASES:
             parser.error(f"no family '{name}' (there are {'; '.join(CASES)})")
-    found = {name: measure(name, args.rounds, args.json) for name in names}
-    print(", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(found.items(), key=lambda item: item[1])), "x eager")
+    found = {name: measure(name, args.compile, args.rounds, args.json) for name in names}
+    print(", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(found.items(), key=lambda item: item[1])), "x", "torch.compile" if args.compile else "eager")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from common import paired, quartiles, ratios
 from interlace import _runtime  # noqa: F401  (it has the operators)
 
 PRODUCTS = ((512, 512, 512), (512, 512, 1376), (512, 1376, 512), (2048, 512, 2048), (1024, 768, 3072), (128, 256, 688))
+FEW_ROWS = ((8, 256, 1024), (16, 256, 1024), (32, 512, 2048), (48, 512, 512))
 BATCHES = ((8, 512, 64, 512), (8, 512, 512, 64), (64, 128, 64, 128))
 ATTENTION = ((1, 8, 512, 64), (4, 8, 128, 64), (1, 8, 2048, 64), (2, 8, 512, 128))
 
@@ -30,7 +31,7 @@ def compared(what: str, flops: float, theirs: Callable[[], object], ours: Callab
 
 def products(rounds: int) -> None:
     own, torchs = torch.ops.interlace, torch
-    for m, k, n in PRODUCTS:
+    for m, k, n in (*PRODUCTS, *FEW_ROWS):
         x, w, g, flops = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n), 2.0 * m * k * n
         for name, a, b in (("forward", x, w.T), ("gradient of input", g, w), ("gradient of weight", g.T, x)):
             out = torch.empty(a.shape[0], b.shape[1])

@@ -1,4 +1,4 @@
-// own_operators.cc — the operators by name: products (cpu_products.h) and attention (cpu_attention.h).
+// own_operators.cc — the operators by name: products (cpu_products.h, few_rows.h) and attention (cpu_attention.h).
 #include "runtime/own_operators.h"
 
 #include <ATen/ops/addmm.h>
@@ -13,13 +13,15 @@
 
 #include "runtime/cpu_attention.h"
 #include "runtime/cpu_products.h"
+#include "runtime/few_rows.h"
 
 namespace interlace {
 
 namespace {
 
 at::Tensor& MmOut(const at::Tensor& self, const at::Tensor& mat2, at::Tensor& out) {
-  return OneDnnProduct(self, mat2, {}, out) ? out : at::mm_out(out, self, mat2);
+  const bool done = FewRowsProduct(self, mat2, {}, out) || OneDnnProduct(self, mat2, {}, out);
+  return done ? out : at::mm_out(out, self, mat2);
 }
 
 at::Tensor Mm(const at::Tensor& self, const at::Tensor& mat2) {
@@ -39,7 +41,8 @@ at::Tensor Bmm(const at::Tensor& self, const at::Tensor& mat2) {
 at::Tensor& AddmmOut(const at::Tensor& self, const at::Tensor& mat1, const at::Tensor& mat2, const at::Scalar& beta,
                      const at::Scalar& alpha, at::Tensor& out) {
   const bool plain = beta.equal(1) && alpha.equal(1) && self.scalar_type() == at::kFloat;
-  return plain && OneDnnProduct(mat1, mat2, self, out) ? out : at::addmm_out(out, self, mat1, mat2, beta, alpha);
+  const bool done = plain && (FewRowsProduct(mat1, mat2, self, out) || OneDnnProduct(mat1, mat2, self, out));
+  return done ? out : at::addmm_out(out, self, mat1, mat2, beta, alpha);
 }
 
 at::Tensor Addmm(const at::Tensor& self, const at::Tensor& mat1, const at::Tensor& mat2, const at::Scalar& beta,
@@ -71,7 +74,9 @@ const char* OwnOperator(const BuildContext& context, const Op& op) {
   const Geometry& factor = context.geometry[op.args[right].value];
   if (op.results.size() != 1 || op.results[0] == kNone || factor.sizes.size() < 2) return nullptr;
   const int64_t summed = factor.sizes[factor.sizes.size() - 2];
-  return OneDnnPays(2 * summed * context.geometry[op.results[0]].elements) ? own->ours : nullptr;
+  const Geometry& product = context.geometry[op.results[0]];
+  const bool few = product.sizes.size() == 2 && FewRowsPay(product.sizes[0], product.sizes[1]);
+  return few || OneDnnPays(2 * summed * product.elements) ? own->ours : nullptr;
 }
 
 TORCH_LIBRARY_FRAGMENT(interlace, m) {

@@ -1,4 +1,4 @@
-"""Products on CPUs against torch's: those that oneDNN does on some processors, and the rest, which are torch's own."""
+"""Products on CPUs against torch's: those of few rows and those that oneDNN does, on some processors, and the rest, which are torch's own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from interlace.compiling.programs import Programs
 
 Tensor = torch.Tensor
 LARGE, SMALL = (300, 200, 500), (16, 8, 24)  # m, k, n: some of the first are oneDNN's
+FEW = [(1, 1, 64), (7, 300, 97), (8, 256, 1024), (9, 17, 100), (31, 513, 144), (48, 1000, 79), (49, 64, 64)]
 
 
 def matrix(rows: int, columns: int, layout: str, batch: tuple[int, ...] = ()) -> Tensor:
@@ -26,7 +27,7 @@ def matrix(rows: int, columns: int, layout: str, batch: tuple[int, ...] = ()) ->
     return torch.randn(*batch, rows, 2 * columns, generator=generator)[..., ::2]  # gaps
 
 
-@pytest.mark.parametrize("m, k, n", [LARGE, SMALL])
+@pytest.mark.parametrize("m, k, n", [LARGE, SMALL, *FEW])
 @pytest.mark.parametrize("left", ["rows", "columns", "gaps"])
 @pytest.mark.parametrize("right", ["rows", "columns", "gaps"])
 def test_products_are_those_of_torch(m: int, k: int, n: int, left: str, right: str) -> None:
@@ -46,6 +47,16 @@ def test_products_are_those_of_torch(m: int, k: int, n: int, left: str, right: s
 def assert_close(ours: Tensor, theirs: Tensor) -> None:
     assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-4)
+
+
+def test_few_rows_have_the_same_bits_on_any_number_of_threads() -> None:
+    a, b = matrix(24, 700, "rows"), matrix(700, 5000, "columns")
+    whole, threads = torch.ops.interlace.mm(a, b), torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        assert torch.equal(torch.ops.interlace.mm(a, b), whole)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
