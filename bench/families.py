@@ -223,7 +223,8 @@ def main() -> None:
         if name not in CASES:
             parser.error(f"no family '{name}' (there are {'; '.join(CASES)})")
     found = {name: measure(name, args.compile, args.rounds, args.json) for name in names}
-    print(", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(found.items(), key=lambda item: item[1])), "x", "torch.compile" if args.compile else "eager")
+    said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(found.items(), key=lambda item: item[1]))
+    print(said, "x", "torch.compile" if args.compile else "eager")
 
 
 if __name__ == "__main__":
