@@ -29,6 +29,7 @@ LIMITS = {
     "inter": (0.05, 1.5),
 }  # fmt: skip
 STEP = 0.04  # of the differences
+HUBER = 1.345  # deviations; of normal errors 95 % of least squares' efficiency (Huber 1964)
 LEAST_NOISE = 0.015  # of a measured step: what two runs of the same differ by
 KNOWN = 0.7  # a constant whose uncertainty is above this share of the prior's is not determined
 
@@ -101,10 +102,12 @@ def fit(runs: Sequence[Run], predictor: Predictor, say: Callable[[str], None] | 
     left = residuals(point)
     noise = 0.05
     precision = prior
-    for round_ in range(5):
+    for round_ in range(12):
         slope = _slope(residuals, point, left)
-        # Huber: a run far out of the others' scatter pulls no harder than one at its edge. One run alone has no others.
-        weights = 1 / np.maximum(1.0, np.abs(left) / (2.5 * noise)) if len(runs) > 1 else np.ones(1)
+        # Huber's weights: a run beyond the others' scatter (that of a normal distribution with their median) pulls no harder
+        # than one at its edge, as whole kinds of runs may be off which no constant explains. One run alone has no others.
+        edge = HUBER * max(LEAST_NOISE, 1.4826 * float(np.median(np.abs(left))))
+        weights = 1 / np.maximum(1.0, np.abs(left) / edge) if len(runs) > 1 else np.ones(1)
         precision = prior + (slope.T * weights) @ slope / noise**2
         move = -np.linalg.solve(precision, (slope.T * weights) @ left / noise**2 + prior @ point)
         point = np.clip(point + move, low, high)
