@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
@@ -185,6 +186,30 @@ def test_a_memory_limit_holds_and_optimizer_states_stay_out(tmp_path: Path, perc
             trainer.evaluate(large)
         assert digest(dict(trainer.state_dict())) == weights
         trainer.step(small_batch())
+
+
+def gradients_out(tier: str) -> tuple[list[list[tuple[float, float]]], set[str]]:
+    """With and without a tier that gradients leave to."""
+    limit, found = None, []
+    for passes in ([], ["offload(cluster={cluster},limit={limit})"]):
+        model = zoo.build("llama", torch.float32)
+        room = {"tier": tier, "memory_limit": limit} if passes else {}
+        config = interlace.Config(accumulation=2, accumulate_mode="reduce_last", schedule=[(0, passes)], timeout_s=60, **room)
+        batch = zoo.tokens(4, parity.rank_and_size()[0])
+        with interlace.compile(model, parity.make_optimizer("adamw", model), zoo.causal_loss, batch, config) as trainer:
+            found.append([(float(trainer.step(batch)), float(trainer.evaluate(zoo.tokens(2, 7))["loss"])) for _ in range(3)])
+            most = torch.tensor(trainer.stats()["peak_bytes"])
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+            limit = int(most) * 7 // 10
+            out = {s["role"] for s in trainer._run.ir.states() if s["out"]}
+    return found, out
+
+
+@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the peak is that of the CPU's program")
+def test_gradients_that_lie_out_of_memory(tmp_path: Path) -> None:
+    """Full gradients, which a program that only evaluates does not have."""
+    for (plain, moving), out in ranks.run(gradients_out, 2, str(tmp_path)):
+        assert moving == plain and "full_grad" in out
 
 
 def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Evaluation:
             batch = with_numbers(batch, differ)
             spec = dataclasses.replace(InputSpec.of(batch), free=run.spec.free)
         trainable = tuple(p.requires_grad for p in run.model.parameters())
-        out = tuple(state_name(s) for s in run.ir.states() if s["out"])
+        out = tuple(state_name(s) for s in run.ir.states() if s["out"] and s["persistent"])
         tensors = tuple((t.name, t.dtype, t.shape) for t in spec.tensors)
         key = (id(loss_fn), trainable, out, tensors, repr(spec.fixed()))
         inputs = batches.flatten(spec, [batch], run.peers.device)
