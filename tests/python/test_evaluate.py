@@ -188,8 +188,8 @@ def test_a_memory_limit_holds_and_optimizer_states_stay_out(tmp_path: Path, perc
         trainer.step(small_batch())
 
 
-def gradients_out(tier: str) -> tuple[list[list[tuple[float, float]]], set[str]]:
-    """With and without a tier that gradients leave to."""
+def gradients_out(tier: str) -> tuple[list[list[tuple[float, float]]], set[str], int]:
+    """With and without a tier that gradients leave to; their roles, and what they take beside a program that evaluates."""
     limit, found = None, []
     for passes in ([], ["offload(cluster={cluster},limit={limit})"]):
         model = zoo.build("llama", torch.float32)
@@ -202,14 +202,18 @@ def gradients_out(tier: str) -> tuple[list[list[tuple[float, float]]], set[str]]
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
             limit = int(most) * 7 // 10
             out = {s["role"] for s in trainer._run.ir.states() if s["out"]}
-    return found, out
+            (ready,) = next(iter(trainer._evaluation._built.values()))
+            needs = trainer._run.programs.needed_bytes
+            beside = needs(ready.built.ir, trainer._run.ir) - needs(ready.built.ir)
+    return found, out, beside
 
 
 @pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the peak is that of the CPU's program")
 def test_gradients_that_lie_out_of_memory(tmp_path: Path) -> None:
     """Full gradients, which a program that only evaluates does not have."""
-    for (plain, moving), out in ranks.run(gradients_out, 2, str(tmp_path)):
+    for (plain, moving), out, beside in ranks.run(gradients_out, 2, str(tmp_path)):
         assert moving == plain and "full_grad" in out
+        assert beside == 0, "what lies out takes no memory when another program runs"
 
 
 def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) -> None:

@@ -338,8 +338,8 @@ class Programs:
             if here or plan["placed"]:  # what moves has places on no device
                 need = summary["persistent_bytes"] + summary["step_bytes"] + plan["taken_bytes"]
         if beside is not None:
-            own = step_states(program)
-            need += sum(size for name, size in step_states(beside).items() if name not in own)
+            known = step_states(program).keys() | {state_name(s) for s in beside.states() if s["out"]}  # which take no memory between steps
+            need += sum(size for name, size in step_states(beside).items() if name not in known)
         return need
 
     def allocator_bytes(self, program: Any) -> int:
