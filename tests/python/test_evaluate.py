@@ -9,6 +9,7 @@ import on_device
 import parity
 import pytest
 import ranks
+import tensor_models
 import torch
 import zoo
 from test_offload import batch as small_batch
@@ -214,6 +215,24 @@ def test_gradients_that_lie_out_of_memory(tmp_path: Path) -> None:
     for (plain, moving), out, beside in ranks.run(gradients_out, 2, str(tmp_path)):
         assert moving == plain and "full_grad" in out
         assert beside == 0, "what lies out takes no memory when another program runs"
+
+
+def on_stages(tier: str) -> list[list[float]]:
+    found = []
+    for passes, more in (([], {}), (["offload_sync(cluster={cluster},kinds=states)"], {"tier": tier})):
+        with tensor_models.compiled("llama", mesh={"pp": 2}, accumulation=2, schedule=[(0, passes)], **more) as trainer:
+            found.append([])
+            for step in range(3):
+                found[-1] += tensor_models.steps(trainer, step, step + 1)
+                found[-1].append(float(trainer.evaluate(tensor_models.batch_of(7, 0))["loss"]))
+    assert any(s["out"] for s in trainer._run.ir.states())
+    return found
+
+
+@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the tier of an accelerator is no file")
+def test_each_stage_of_a_pipeline_has_states_of_its_own_out(tmp_path: Path) -> None:
+    for plain, moving in ranks.run(on_stages, 2, str(tmp_path)):
+        assert moving == plain
 
 
 def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) -> None:
