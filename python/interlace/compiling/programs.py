@@ -189,7 +189,7 @@ class Programs:
         known = {state_name(s) for s in kept.ir.states() if s["moves"]}
         if known.issuperset(state_name(s) for s in ir.states() if s["out"]):
             return kept
-        built = self.build(kept.source, executor, ir)
+        built = self.build(kept.source, executor)  # there was room for both
         running = {b["name"] for b in ir.buffers()}
         for buffer in built.ir.buffers():
             if buffer["name"] not in running:
