@@ -445,7 +445,7 @@ def test_unknown_model():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as a Hugging Face config"),
+        ("{", "cannot be read as a Hugging Face config: it is no JSON ("),
         ("[]", "has no 'model_type'; pass the config.json of a Hugging Face model"),
         ('{"model_type": "lama"}', "transformers knows no model type 'lama'"),
         ('{"model_type": "clip"}', "model type 'clip' is not a causal language model"),

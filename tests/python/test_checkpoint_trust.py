@@ -289,7 +289,9 @@ def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path, capfd: pytest.Captu
     torch.save({"model": Evil(), "optimizer": {}}, tmp_path / "evil.pt")
     (tmp_path / "torn.pt").write_bytes((tmp_path / "evil.pt").read_bytes()[:200])
     torch.save([1, 2], tmp_path / "list.pt")
-    for name, said in (("evil", "is refused"), ("torn", "is refused"), ("list", "must hold"), ("none", "cannot read")):
+    (tmp_path / "text.pt").write_text("hello")
+    refused = {"text": "is no file of torch.save; give one", "evil": "is refused", "torn": "is refused", "list": "must hold"}
+    for name, said in (refused | {"none": "cannot read"}).items():
         with pytest.raises(CheckpointError, match=said):
             convert.import_torch(tmp_path / f"{name}.pt", tmp_path / "c")
     assert "this ran" not in capfd.readouterr().out

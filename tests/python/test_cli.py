@@ -82,6 +82,7 @@ def test_version(cli):
         (["train", "--step", "4"], "no such option: --step; did you mean '--steps'?\n  see: interlace train --help"),
         (["train", "more"], "got unexpected extra argument(s) (more)\n  see: interlace train --help"),
         (["inspect"], "missing argument 'file'\n  see: interlace inspect --help"),
+        (["checkpoint"], "missing argument 'action'. Choose from: show, verify, export, import\n  see: interlace checkpoint --help"),
     ],
 )
 def test_wrong_command_line(cli, arguments, said):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
+import tensor_models
 import torch
 import zoo
 from test_offload import batch as small_batch
@@ -185,6 +187,52 @@ def test_a_memory_limit_holds_and_optimizer_states_stay_out(tmp_path: Path, perc
             trainer.evaluate(large)
         assert digest(dict(trainer.state_dict())) == weights
         trainer.step(small_batch())
+
+
+def gradients_out(tier: str) -> tuple[list[list[tuple[float, float]]], set[str], int]:
+    """With and without a tier that gradients leave to; their roles, and what they take beside a program that evaluates."""
+    limit, found = None, []
+    for passes in ([], ["offload(cluster={cluster},limit={limit})"]):
+        model = zoo.build("llama", torch.float32)
+        room = {"tier": tier, "memory_limit": limit} if passes else {}
+        config = interlace.Config(accumulation=2, accumulate_mode="reduce_last", schedule=[(0, passes)], timeout_s=60, **room)
+        batch = zoo.tokens(4, parity.rank_and_size()[0])
+        with interlace.compile(model, parity.make_optimizer("adamw", model), zoo.causal_loss, batch, config) as trainer:
+            found.append([(float(trainer.step(batch)), float(trainer.evaluate(zoo.tokens(2, 7))["loss"])) for _ in range(3)])
+            most = torch.tensor(trainer.stats()["peak_bytes"])
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+            limit = int(most) * 7 // 10
+            out = {s["role"] for s in trainer._run.ir.states() if s["out"]}
+            (ready,) = next(iter(trainer._evaluation._built.values()))
+            needs = trainer._run.programs.needed_bytes
+            beside = needs(ready.built.ir, trainer._run.ir) - needs(ready.built.ir)
+    return found, out, beside
+
+
+@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the peak is that of the CPU's program")
+def test_gradients_that_lie_out_of_memory(tmp_path: Path) -> None:
+    """Full gradients, which a program that only evaluates does not have."""
+    for (plain, moving), out, beside in ranks.run(gradients_out, 2, str(tmp_path)):
+        assert moving == plain and "full_grad" in out
+        assert beside == 0, "what lies out takes no memory when another program runs"
+
+
+def on_stages(tier: str) -> list[list[float]]:
+    found = []
+    for passes, more in (([], {}), (["offload_sync(cluster={cluster},kinds=states)"], {"tier": tier})):
+        with tensor_models.compiled("llama", mesh={"pp": 2}, accumulation=2, schedule=[(0, passes)], **more) as trainer:
+            found.append([])
+            for step in range(3):
+                found[-1] += tensor_models.steps(trainer, step, step + 1)
+                found[-1].append(float(trainer.evaluate(tensor_models.batch_of(7, 0))["loss"]))
+    assert any(s["out"] for s in trainer._run.ir.states())
+    return found
+
+
+@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the tier of an accelerator is no file")
+def test_each_stage_of_a_pipeline_has_states_of_its_own_out(tmp_path: Path) -> None:
+    for plain, moving in ranks.run(on_stages, 2, str(tmp_path)):
+        assert moving == plain
 
 
 def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) -> None:

@@ -107,6 +107,23 @@ def test_above_a_limit_that_trains_all_do(tmp_path: Path, unlimited: Any, passes
     assert trained >= 8
 
 
+@pytest.mark.parametrize("more", [{}, {"pad": {"input_ids": 0, "labels": -100}}], ids=["other forms", "padded"])
+def test_programs_that_take_turns_have_other_states_out(tmp_path: Path, unlimited: Any, more: dict[str, Any]) -> None:
+    """A batch of another form has a program of its own, which leaves more in the tier: the first one finds that there again."""
+    few, many = batch(), {name: x.repeat(2, 1)[:3] for name, x in batch().items()}
+    moving = f"offload(cluster={{cluster}},limit={unlimited[2] * 9 // 10})"
+    found, out = [], list[set[str]]()
+    for passes in (["overlap_update"], ["overlap_update", moving]):
+        with compiled(passes, tmp_path, **more) as trainer:
+            losses = []
+            for one in (few, few, many, many, few, many, few):
+                losses.append(float(trainer.step(one)))
+                out.append({f"{s['unit']} {s['role']}" for s in trainer._run.ir.states() if s["out"]})
+            found.append((losses, dict(trainer.state_dict())))
+    assert out[-2] - out[-1], "what the first program keeps in memory"
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+
+
 def peaks(tier: str, limit: int, passes: list[str]) -> list[int]:
     """The highest peak so far of the program that runs, after each step over a swap, and at the end with all that was put off."""
     moved = "offload(cluster={cluster},limit={limit})"

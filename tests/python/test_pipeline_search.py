@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import on_device
@@ -11,6 +12,7 @@ import ranks
 import tensor_models
 
 from interlace.config.schedule import joined_recompute, recomputed_already
+from interlace.errors import InterlaceError
 
 STEPS = 16  # six beyond the search of measured times
 
@@ -55,6 +57,23 @@ def test_stages_recompute_what_does_not_fit() -> None:
         assert max(peak for *_, peak in found) <= limit or on_device.DEVICE != "cpu", order
     with pytest.raises(AssertionError, match=r"stage \d: .*nothing fits .*; raise it to \d+MiB, use more ranks, or take a smaller"):
         ranks.run(searched, 2, {"pp": 2}, ROOM | {"memory_limit": 40_000}, "deep")
+
+
+def limited(limit: int | None) -> int | str:
+    """What this rank's stage needs, or what is said where that is too much."""
+    try:
+        with tensor_models.compiled("deep", mesh={"pp": 2}, memory_limit=limit, timeout_s=20, **ROOM) as trainer:
+            return int(trainer._run.programs.needed_bytes(trainer._run.ir))
+    except InterlaceError as e:
+        return str(e)
+
+
+def test_a_limit_that_one_stage_alone_exceeds() -> None:
+    """Without a search. Ranks of the other stage, which has room, do not wait for connections with it."""
+    least, most = sorted(ranks.run(limited, 2, None))
+    assert least < most
+    for said in ranks.run(limited, 2, (least + most) // 2):
+        assert re.search(r"^(on rank \d: )?a rank needs [\d.]+ MiB .*, memory_limit is .*; raise it to \d+MiB, use more ranks", said), said
 
 
 def test_passes_of_stages_are_one_pass_for_all() -> None:

@@ -382,6 +382,8 @@ def added(kind: str, compiled: bool, strategy: str) -> list[float]:
             layer = model[2 if step == 2 else 0]
             layer.requires_grad_(True)
             last.add_param_group({"params": layer.parameters(), "lr": 0.02})
+            if kind in ("adamw", "sgd", "adafactor"):  # the new group has no states yet
+                last.load_state_dict(last.state_dict() if trainer is None else trainer.optimizer_state_dict(all_ranks=True))
         if trainer is not None:
             losses.append(parity.mean_over_ranks(trainer.step(batch)))
             continue

@@ -112,6 +112,44 @@ def test_padding_changes_nothing_against_plain_torch(shapes: Any) -> None:
             torch.testing.assert_close(t, dict(theirs.state_dict())[name], rtol=1e-4, atol=1e-5)
 
 
+def trained_in_parts(shapes: Any, compiled: bool) -> list[float]:
+    """Layers are frozen, unfrozen and added in a group, each together with a length that is met for the first time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(61, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 61)).double()
+    model[0].requires_grad_(False)
+    opt, losses = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[3].parameters()}], lr=0.01), []
+
+    def loss_fn(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(m(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    config = Config(shapes=shapes, pad=PAD, cache="off", schedule=[])
+    trainer = interlace.compile(model, opt, loss_fn, batch_of(16, 0), config) if compiled else None
+    for step, length in enumerate([16, 12, 9, 16, 6, 12, 9]):
+        if step == 1:
+            model[1].requires_grad_(False)
+        elif step == 2:
+            model[1].requires_grad_(True)
+        elif step == 4:
+            model[0].requires_grad_(True)
+            opt.add_param_group({"params": model[0].parameters()})
+        if trainer is not None:
+            losses.append(trainer.step(batch_of(length, step)).item())
+            continue
+        loss = loss_fn(model, batch_of(length, step))
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    if trainer is not None:
+        trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("shapes", [{n: [(2, 6), (2, 9), (2, 12), (2, 16)] for n in PAD}, None], ids=["declared", "as they come"])
+def test_what_is_frozen_together_with_a_new_length(shapes: Any) -> None:
+    assert trained_in_parts(shapes, True) == pytest.approx(trained_in_parts(shapes, False), rel=1e-9)
+
+
 def test_sizes_are_rounded_up_to_few() -> None:
     for length in range(1, 300):
         assert length <= _rounded(length) <= length * 9 / 8 and _rounded(_rounded(length)) == _rounded(length)

@@ -14,6 +14,7 @@ import on_device
 import parity
 import pytest
 import ranks
+import tensor_models
 import torch
 import torch.distributed as dist
 import zoo
@@ -321,6 +322,25 @@ def test_a_norm_that_is_not_finite_is_explained_and_changes_nothing() -> None:
     assert skipping.skipped
     skipping.step(good)
     assert not skipping.skipped and skipping.optimizer_state_dict()["state"][0]["step"] == 1
+
+
+def test_what_a_model_leaves_out_itself_is_no_cause() -> None:
+    """T5's log of distance 0, of which a mask is made: no fault in a good step, and not the fault of a bad one."""
+    model = tensor_models.build("t5", torch.float32)
+    batch = tensor_models.batch_of(0, 0, name="t5")
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return tensor_models.loss_of(model, batch) * torch.sqrt(batch["labels"].float().min())
+
+    opt = torch.optim.AdamW(model.parameters())
+    trainer = interlace.compile(model, opt, loss_fn, batch, interlace.Config(clip_norm=1.0))
+    assert any(v["nonfinite"] for op in trainer.inspect(batch)["ops"] for v in op["results"])
+    assert trainer.explain_nonfinite(batch) is None
+    bad = batch | {"labels": batch["labels"].clone()}
+    bad["labels"][0, 0] = -100
+    with pytest.raises(interlace.InterlaceError, match=r"the first such value comes from aten\.sqrt .* at .*test_trainer\.py:"):
+        trainer.step(bad)
+    trainer.step(batch)
 
 
 def test_debug_names_the_op_while_it_runs() -> None:

@@ -137,7 +137,8 @@ def read_runs(file: str | Path, says: Mapping[str, str] | None = None) -> list[R
         with path.open(newline="") as opened:
             rows = list(csv.reader(opened))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InterlaceError(f"{file} cannot be read as a table: {error}") from None
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
+        raise InterlaceError(f"{file} cannot be read as a table: {why}; give a CSV of a line a run (interlace calibrate --help)") from None
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     if len(rows) < 2:
         raise InterlaceError(f"{file} has no runs: a line of columns, then a line a run")

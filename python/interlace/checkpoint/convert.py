@@ -59,6 +59,10 @@ def read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
     except (OSError, EOFError) as e:
         raise CheckpointError(f"cannot read {path}: {getattr(e, 'strerror', None) or 'it is cut off'}") from None
     except Exception as e:  # the unpickler's own, or what a torn file makes of it
+        with path.open("rb") as file:
+            begin = file.read(2)
+        if begin != b"PK" and begin[:1] != b"\x80":  # a zip, or a pickle of older versions
+            raise CheckpointError(f"{path} is no file of torch.save; give one with {{'model': ..., 'optimizer': ..., 'step': ...}}") from None
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CheckpointError(f"{path} is refused: not a file of tensors and numbers alone ({first[:160]})") from None
     model, optimizer = (data.get("model"), data.get("optimizer")) if isinstance(data, Mapping) else (None, None)

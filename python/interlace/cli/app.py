@@ -136,7 +136,7 @@ def _near(error: Any, context: Any) -> str:
 
 
 def _sentence(message: str) -> str:
-    message = message.strip().rstrip(".")
+    message = " ".join(message.split()).rstrip(".")  # typer lists the choices of an argument in lines
     message = message.replace(". Did you mean", "; did you mean")
     return message[:1].lower() + message[1:]
 

@@ -183,6 +183,19 @@ class Programs:
                 built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
         return built
 
+    def again_beside(self, kept: Built, executor: Any, ir: Any) -> Built:
+        """A program that ran before, to go on from the one that runs. Its executor looks in the tier for the states that it moves, and for
+        those that lay there when it was made: where more do by now, it is made anew."""
+        known = {state_name(s) for s in kept.ir.states() if s["moves"]}
+        if known.issuperset(state_name(s) for s in ir.states() if s["out"]):
+            return kept
+        built = self.build(kept.source, executor)  # there was room for both
+        running = {b["name"] for b in ir.buffers()}
+        for buffer in built.ir.buffers():
+            if buffer["name"] not in running:
+                built.executor.tensor(buffer["value"]).copy_(kept.executor.tensor(buffer["value"]))
+        return built
+
     def parse(self, source: Source) -> Any:
         from interlace import _core
 
@@ -216,6 +229,7 @@ class Programs:
             self.check_room(program, beside)
         except InterlaceError as e:
             problem = e
+        self._agree(problem)  # or ranks of other stages would wait for this one's connections
         library, source.waits = self.regions.of(program)
         source.regions = library
         if library is not None:
@@ -223,8 +237,7 @@ class Programs:
             options["say"] = partial(say_once, log.warning)
         axes = self.peers.groups.axes(program)
         try:
-            if problem is None:
-                executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states)
+            executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states)
         except _runtime.Error as e:
             problem = ProgramError(str(e))
         self._agree(problem)
@@ -325,8 +338,8 @@ class Programs:
             if here or plan["placed"]:  # what moves has places on no device
                 need = summary["persistent_bytes"] + summary["step_bytes"] + plan["taken_bytes"]
         if beside is not None:
-            own = step_states(program)
-            need += sum(size for name, size in step_states(beside).items() if name not in own)
+            known = step_states(program).keys() | {state_name(s) for s in beside.states() if s["out"]}  # which take no memory between steps
+            need += sum(size for name, size in step_states(beside).items() if name not in known)
         return need
 
     def allocator_bytes(self, program: Any) -> int:

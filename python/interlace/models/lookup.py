@@ -54,7 +54,8 @@ def _read_config(path: Path, images: bool = False) -> tuple[str, dict[str, Any]]
     try:
         options = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as e:
-        raise InterlaceError(f"{path} cannot be read as a Hugging Face config: {e}") from e
+        why = f"it is no JSON ({e})" if isinstance(e, ValueError) else str(e)
+        raise InterlaceError(f"{path} cannot be read as a Hugging Face config: {why}; give a config.json, its folder or a preset") from e
     if not isinstance(options, dict) or not isinstance(options.get("model_type"), str):
         raise InterlaceError(f"{path} has no 'model_type'; pass the config.json of a Hugging Face model")
     from transformers import CONFIG_MAPPING

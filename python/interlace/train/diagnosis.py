@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +48,7 @@ class Diagnosis:
             text = self._run.runner.find_nonfinite(inputs, self._run.steps)  # type: ignore[attr-defined]
             mine = None if text is None else [1, text]
         else:
-            record = self._run.executor.debug_step(inputs, self._run.steps)["first_nonfinite"]
+            record = first_cause(self._run.program, self._run.executor.debug_step(inputs, self._run.steps))
             # What arrives from another rank, or comes from parameters that are bad already, is not the cause.
             carried = record is not None and record["name"].partition(".")[0] in ("gather", "reduce", "all_reduce")
             mine = None if record is None else [2 if carried else 1, describe_op(record)]
@@ -89,6 +91,48 @@ class Diagnosis:
             f"step {self._run.steps}: the loss is {loss.item()}; {where}. The update of this step was made; set clip_norm or "
             "skip_nonfinite to have such a step refused before the update"
         )
+
+
+_LINE = re.compile(r"^  (?:(%\d+:.*) = )?([\w.]+)\((.*)\) \{", re.MULTILINE)
+
+
+class _Flow:
+    """Where values that are not finite go in a program's text."""
+
+    def __init__(self, program: str, bad: set[str]) -> None:
+        self._bad, self._known = bad, dict[str, bool]()
+        self._users: dict[str, list[tuple[str, str]]] = defaultdict(list)  # of a value: name and results of the ops that read it
+        for results, name, operands in _LINE.findall(program):
+            for value in set(re.findall(r"%\d+", operands)):
+                self._users[value].append((name, results))
+
+    def ends(self, value: str) -> bool:
+        """Whether a bad value comes to a loss, a gradient or another rank, and is not left out by a mask or a conversion (T5's log(0))."""
+        if value not in self._known:
+            self._known[value] = False  # while its users are looked at
+            users = self._users[value]
+            self._known[value] = not users or any(self._passes(name, results) for name, results in users)
+        return self._known[value]
+
+    def _passes(self, name: str, results: str) -> bool:
+        if (not name.startswith("aten.") and name != "view") or name.endswith("_") or " into " in results:
+            return True  # an output, an update, a transfer; a sum of gradients
+        made = re.findall(r"(%\d+):", results)
+        return any(self.ends(value) for value in made if value in self._bad or name == "view")
+
+
+def first_cause(program: str, report: Mapping[str, Any]) -> Any:
+    """Of a debug run, the op that first made a value that is not finite and is not left out of all that counts."""
+    bad = {v["value"] for op in report["ops"] for v in op["results"] if v["nonfinite"]}
+    flow, first = _Flow(program, bad), report["first_nonfinite"]
+
+    def counts(op: Mapping[str, Any]) -> bool:
+        return any(flow.ends(v["value"]) for v in op["results"] if v["nonfinite"])
+
+    if first is None or counts(first):
+        return first
+    others = [op for op in report["ops"] if counts(op)]
+    return next((op for op in others if "inf" not in op["text"]), others[0] if others else None)  # asked for: a mask
 
 
 def describe_op(record: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ class Evaluation:
             batch = with_numbers(batch, differ)
             spec = dataclasses.replace(InputSpec.of(batch), free=run.spec.free)
         trainable = tuple(p.requires_grad for p in run.model.parameters())
-        out = tuple(state_name(s) for s in run.ir.states() if s["out"])
+        out = _left_out(run.ir)
         tensors = tuple((t.name, t.dtype, t.shape) for t in spec.tensors)
         key = (id(loss_fn), trainable, out, tensors, repr(spec.fixed()))
         inputs = batches.flatten(spec, [batch], run.peers.device)
@@ -100,7 +100,7 @@ class Evaluation:
         kept[:] = [ready for ready in kept if not ready.stale()]
         while (ready := self._fitting(kept, inputs)) is None:
             run.check_same_batch(f"batch of evaluation {self._calls}", inputs, evaluates=True)
-            made = self._build(batch, loss_fn, out)
+            made = self._build(batch, loss_fn)
             if isinstance(made, str):
                 return made
             kept.append(made)
@@ -156,7 +156,7 @@ class Evaluation:
             )  # fmt: skip
         return differing([values for _, values, _ in everyone], numbers)
 
-    def _build(self, batch: Any, loss_fn: LossFn | None, out: tuple[str, ...]) -> _Ready | str:
+    def _build(self, batch: Any, loss_fn: LossFn | None) -> _Ready | str:
         run, programs, captures = self.run, self.run.programs, self.captures
         if loss_fn is not captures.loss_fn:
             captures = Captures(captures.model, loss_fn, captures.optimizer, programs)
@@ -168,7 +168,7 @@ class Evaluation:
             made: dict[int, Made] = {}
             for stage in self.planner.stages_in_order():
                 known = (Source(program.print()) for program, _ in made.values())
-                made[stage] = self._within_limit(self.planner.text_of_stage(text, stage, known), out, stage)
+                made[stage] = self._within_limit(self.planner.text_of_stage(text, stage, known), stage)
             texts = [made[stage][0].print() for stage in range(run.config.stage_ranks)]
             if len(texts) > 1:
                 check_stages(texts)
@@ -178,6 +178,9 @@ class Evaluation:
             share = lambda: shared_capture(run, captures, f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
             source = captured_alike(share, batch, run.peers, captures)
         problem = programs.over_limit(programs.parse(source), run.ir)
+        if run.config.stage_ranks > 1 and run.config.memory_limit is not None:  # each has its own program
+            everyone = run.peers.exchange(f"room of evaluation {self._calls}", problem)
+            problem = next((f"on rank {rank}, {said}" for rank, said in enumerate(everyone) if said is not None), None)
         if problem is not None:
             return f"evaluate: {problem}, or evaluate on a smaller batch"
         built, watch = programs.build_beside(source, run.executor, run.ir), Watch(run.model, loss_fn, captures.prefix)
@@ -195,35 +198,41 @@ class Evaluation:
         changed = self.run.states.changed
         return {name for s, names in enumerate(used) for t, theirs in enumerate(changed) if s != t for name in names.intersection(theirs)}
 
-    def _within_limit(self, text: str, out: tuple[str, ...], stage: int) -> Made:
+    def _within_limit(self, text: str, stage: int) -> Made:
         """The program (of a stage) that moves least among those that the limit allows; else the one that needs least."""
 
         run, programs = self.run, self.run.programs
+        running = run.ir if run.config.stage_ranks == 1 else programs.parse(Source(run.source.texts[stage]))
 
         def made(idle: str, *more: str) -> Made:
             passes = [*items(for_stage(",".join(self.structure), stage, run.config)), f"forward_only(out={idle})", "reorder", *more]
             return programs.run_passes(text, ",".join(passes), micro_batches=1)
 
-        found = made("+".join(out) or "none")
-        if programs.over_limit(found[0], run.ir) is None or not programs.has_tier:
+        found = made("+".join(_left_out(running)) or "none")
+        if programs.over_limit(found[0], running) is None or not programs.has_tier:
             return found
         found = made("all")
-        if programs.over_limit(found[0], run.ir) is None:
+        if programs.over_limit(found[0], running) is None:
             return found
-        limit = (programs.room or 0) - sum(step_states(run.ir).values())
+        limit = (programs.room or 0) - sum(step_states(running).values())
 
         def streamed(within: int) -> Made:
             stream = f"offload(limit={within},kinds=master+activations,cluster={{cluster}})"
             return made("all", *self.planner.filled([stream]))
 
         with contextlib.suppress(ProgramError):  # not even so: what the limit lacks is said of the program before
-            found = programs.within_limit(streamed, limit, run.ir)
+            found = programs.within_limit(streamed, limit, running)
         return found
 
     def _run_eager(self, runner: EagerRunner, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor]:
         with runner.installed(), in_eval_mode(self.run.model), torch.no_grad():
             result = (loss_fn or default_loss)(self.run.model, on_device(batch, self.run.peers.device))
             return {name: value.detach().clone() for name, value in outputs_of(result).items()}
+
+
+def _left_out(ir: Any) -> tuple[str, ...]:
+    """What a running program has in the tier between steps, but for gradients, which no evaluation has."""
+    return tuple(state_name(s) for s in ir.states() if s["out"] and s["persistent"])
 
 
 class _Ready:

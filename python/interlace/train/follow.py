@@ -367,6 +367,7 @@ class Follow:
             fits = ways is None or (place is not None and known[: len(ways)] == ways)
             stale = programs.regions.stale(found.source.waits) or any(way["at"] in self.captures.undecided for way in known)
             if same and fits and other == key and stage == run.stage and not stale:
+                found = programs.again_beside(found, run.executor, run.ir)
                 self._programs[before] = (self._running(), run.stage)
                 self._use(found)
                 return self.values.fill()

@@ -190,7 +190,13 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
     scalars: list[Any] = []
     left_out: dict[str, int] = {}
     laid_by: dict[str, LaidBy] = {}
-    for i, group in enumerate(groups):
+    known = len(run.hyper.steps)  # the others were added since the last step
+    if any(state.get(index) for group in groups[known:] for index in group["params"]):
+        raise InterlaceError(
+            f"the state dict has states of optimizer group {known}, which add_param_group has added since the last step: make a step with it "
+            "before, or compile with an optimizer that has all groups"
+        )
+    for i, group in enumerate(groups[:known]):
         names = run.names_of_group(i)
         frozen = {name: p for name, p in run.frozen().items() if name in names}
         counts: dict[int, str] = {}

@@ -41,6 +41,8 @@ class Frozen:
         self._parameters = list(captures.model.named_parameters())
         self._tensors = [p for _, p in self._parameters]
         self._flags, self._marks = [p.requires_grad for p in self._tensors], _runtime.marks(self._tensors)
+        if run.shapes is not None:
+            run.shapes.as_running = self.as_running
         self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
     def follow(self, batch: Any) -> None:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,6 +73,7 @@ class Shapes:
         self.buckets = sorted(buckets, key=lambda b: b.elements)
         self.real = self.padded = self.steps = 0
         self._parts: list[Any] = []  # of the step under way
+        self.as_running: Callable[[], AbstractContextManager[None]] = nullcontext  # what was frozen since the last step is followed later
         self.open_ended = False  # shapes that nobody declared are compiled when first met, as they are
         self.rounds = not shapes  # and of sizes that are rounded up
         self._dims = {t.name: len(t.shape) for t in InputSpec.of(example[0]).tensors}
@@ -89,6 +92,8 @@ class Shapes:
                 min(kept, key=lambda b: b.used).built = None
             bucket.built, bucket.spec = self._build(run, bucket, filled[0]), InputSpec.of(filled[0])
             bucket.stage = run.stage
+        else:
+            bucket.built = self.planner.programs.again_beside(bucket.built, run.executor, run.ir)
         assert bucket.spec is not None
         self.current = bucket
         run.use(bucket.built)
@@ -104,7 +109,8 @@ class Shapes:
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
         log.info("step %d: compiling for %s", run.steps, bucket.describe())
-        source = shared_capture(run, self.captures, f"program for {bucket.describe()}", make)
+        with self.as_running():
+            source = shared_capture(run, self.captures, f"program for {bucket.describe()}", make)
         return programs.build_beside(source, run.executor, run.ir)
 
     def forget(self) -> None:
