@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "ir/op_table.h"
 #include "ir/program.h"
 #include "runtime/step_runner.h"
 #include "runtime/stream.h"
@@ -67,7 +68,7 @@ class DebugObserver {
 };
 
 // It as the observer of a step (step_runner.h). Without `update`, optimizer steps of units whose gradient is complete
-// are left out.
+// are left out; what they need of the tier still comes and goes, for later ops need it as well.
 class Inspection : public NoObserver {
  public:
   static constexpr bool kServed = false;
@@ -78,7 +79,10 @@ class Inspection : public NoObserver {
   void BeginPhase(const Plan& plan, const PlanVariant*, size_t micro_batch) {
     observer_.BeginPhase(*plan.phase, static_cast<int64_t>(micro_batch));
   }
-  bool Skips(const Instruction& at) const { return !update_ && program_.op(at.op).part == Part::kUpdate; }
+  bool Skips(const Instruction& at) const {
+    const Op& op = program_.op(at.op);
+    return !update_ && op.part == Part::kUpdate && TraitsOf(op).family != OpFamily::kTier;
+  }
   bool After(const Plan&, const Instruction& at, const Frame& frame) {
     if (lanes_ != nullptr) lanes_->Join();
     observer_.stopped = !observer_.AfterOp(at.index, at.op, frame.slots);
