@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.any_batch import ANY, AnyBatch
 from interlace.capture.effects import kept_draws, states_of
 from interlace.capture.inputs import rebuild
 from interlace.capture.literals import quote
@@ -40,13 +41,17 @@ class OpaqueTable:
         self._states: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._numbers = itertools.count()
         self._begins: dict[int, list[Tensor]] = {}  # with `compat`: where generators were before a forward part, until backward
+        self.given: list[Any] = []  # the micro-batches of a step that takes any batch (any_batch.py)
+        self.outputs: dict[int, dict[str, Tensor]] = {}  # and what its loss function gave
         self.add(calls)
 
     def add(self, calls: Iterable[OpaqueCall], sometimes: Iterable[str] = (), loss_fn: Any = None) -> None:
         self.sometimes.update(sometimes)
         for call in calls:
             self.calls[call.key] = call
-            self._modules[call.key] = module_at(call.path, self.model, loss_fn or self.loss_fn)
+            self._modules[call.key] = module = module_at(call.path, self.model, loss_fn or self.loss_fn)
+            if isinstance(module, AnyBatch):
+                module.given, module.outputs = self.given, self.outputs
             self._cost.setdefault(call.key, [0, 0.0])
 
     def calls_in(self, program: str) -> list[OpaqueCall]:
@@ -198,7 +203,7 @@ def _in_places(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
 
 def full_name(call: OpaqueCall, name: str) -> str:
     """A parameter's name in the model."""
-    if call.path in (LOSS, TOLD):
+    if call.path in (LOSS, TOLD, ANY):
         return name.removeprefix("model.")
     return name if call.path in ("", TAIL) else f"{call.path}.{name}"
 

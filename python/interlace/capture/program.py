@@ -185,9 +185,13 @@ def _traced(
         )
     device = device_type(t.real for t in tensors)
     with regions_opened(device) as opened:
-        trace = _whole(
-            model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
-        )
+        try:
+            trace = _whole(
+                model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
+            )
+        except CaptureError as e:
+            e.opens = bool(opened)  # type: ignore[attr-defined]
+            raise
     if opened:
         return trace
 

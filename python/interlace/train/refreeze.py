@@ -41,6 +41,7 @@ class Frozen:
         self._parameters = list(captures.model.named_parameters())
         self._tensors = [p for _, p in self._parameters]
         self._flags, self._marks = [p.requires_grad for p in self._tensors], _runtime.marks(self._tensors)
+        self.rebuilt = 0  # how often units have changed
         self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
     def follow(self, batch: Any) -> None:
@@ -142,7 +143,7 @@ class Frozen:
         run = self.run
 
         def make() -> Source:
-            text, constants = self.captures.text(micro_batch)
+            text, constants = self.captures.training_text(micro_batch)
             try:
                 return self.planner.source(text, run.planned_passes, constants, run.limit)
             except ProgramError:
@@ -155,7 +156,7 @@ class Frozen:
     def rebuild(self, source: Source) -> None:
         """Goes on with a program of other units, on copies of the values."""
         run, programs = self.run, self.planner.programs
-        self.recompiled = True
+        self.recompiled, self.rebuilt = True, self.rebuilt + 1
         programs.compare_digests(source)
         run.flush()
         built = programs.build(source, run.executor, take_states=False)
