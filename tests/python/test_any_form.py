@@ -328,3 +328,20 @@ def test_a_step_that_is_asked_to_run_in_python() -> None:
 
 def test_autocast_with_all_of_it_in_python() -> None:
     stepwise([texts(step, 0) for step in range(3)], loss_fn, param_dtype="autocast")
+
+
+def test_parameters_that_python_writes_are_refused() -> None:
+    """Not by their norm alone: what is not captured has nobody who sees the write."""
+    model = Net()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        model.head.weight.data.mul_(0.9)
+        return loss_fn(model, batch)
+
+    config = interlace.Config(schedule=[], cache="off", fullgraph=False)
+    with (
+        pytest.raises(Exception, match=r"parameter 'head.weight' is written by .* mode=\"eager\""),
+        interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, base(0, 0), config) as trainer,
+    ):
+        trainer.step(base(0, 0))
+        trainer.step(keys(1, 0))

@@ -116,11 +116,13 @@ class OpaqueTable:
         return [found[path].to(operands[0].device) if operands else found[path] for path, _ in call.outputs], buffers
 
     def _forward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
-        kept = call.stateful and bool(call.wanted)
+        kept, given = call.stateful and bool(call.wanted), operands
         if kept:  # parameters lie elsewhere, or nowhere, until backward
             operands = [t.detach().clone().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
         with torch.set_grad_enabled(kept), self._drawing(call, operands) as seed:
             outputs, buffers = self._run(call, module, operands)
+        if kept and call.path == ANY:  # nobody has traced it
+            _refuse_written(call, given, operands)
         if kept and seed is not None:
             self._states[int(seed)] = operands, outputs
         last = [seed.to(operands[0].device)] if seed is not None else []
@@ -169,6 +171,16 @@ class OpaqueTable:
         seed = torch.randint(1 << 62, ())
         with kept_draws(_device(operands), int(seed)):
             yield seed
+
+
+def _refuse_written(call: OpaqueCall, before: list[Tensor], after: list[Tensor]) -> None:
+    """Error: forward has written parameters, which a program has elsewhere."""
+    for i, name in enumerate(call.params, len(call.inputs)):
+        if not torch.equal(before[i], after[i]) and not before[i].isnan().any():
+            raise CaptureError(
+                f"parameter '{name.removeprefix('model.')}' is written by the model's or the loss's own Python, which runs here as a whole, and "
+                'what it writes would be lost; write it between steps (trainer.whole_parameters()), or take mode="eager"'
+            )
 
 
 def _device(operands: list[Tensor]) -> str:
