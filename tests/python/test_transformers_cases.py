@@ -180,7 +180,8 @@ def test_lengths_of_one_step_that_a_loss_sees(kind: str, tmp_path: Path, caplog:
     both(tmp_path, lambda: Reader(kind), texts(11, LABELS[kind]), more, texts(6, LABELS[kind], seed=1))
     assert ("batches are taken as they are from now on: the loss of Reader changes with the padding" in caplog.text) == (kind == "place")
     with pytest.raises(interlace.InterlaceError, match=r"loss of Reader changes with the padding .* \(padding='max_length'\)"):
-        trained("ours", tmp_path, Reader("place").float(), texts(8, LABELS["place"]), more, interlace=interlace.Config(param_dtype="bfloat16"))
+        settings = interlace.Config(param_dtype="bfloat16")
+        trained("ours", tmp_path, Reader("place").float(), texts(8, LABELS["place"]), more, interlace=settings)
 
 
 class Speech(nn.Module):

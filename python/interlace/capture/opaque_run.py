@@ -178,7 +178,7 @@ def _refuse_written(call: OpaqueCall, before: list[Tensor], after: list[Tensor])
     for i, name in enumerate(call.params, len(call.inputs)):
         if not torch.equal(before[i], after[i]) and not before[i].isnan().any():
             raise CaptureError(
-                f"parameter '{name.removeprefix('model.')}' is written by the model's or the loss's own Python, which runs here as a whole, and "
+                f"parameter '{name.removeprefix('model.')}' is written by the model's own Python, which runs here as a whole, and "
                 'what it writes would be lost; write it between steps (trainer.whole_parameters()), or take mode="eager"'
             )
 

@@ -54,7 +54,7 @@ def _is_text(name: str, t: Tensor) -> bool:
 
 
 def sizes_of(batches: Sequence[Mapping[str, Any]], wrong: str = "") -> Sizes:
-    """The sizes of these batches over all ranks. Every rank must call it. Error: no program takes them all; or what is `wrong` on some rank."""
+    """The sizes of these batches over all ranks. Every rank must call it. Error: no program takes them all, or `wrong`."""
     mine = [{n: tuple(t.shape) for n, t in b.items() if isinstance(t, Tensor) and t.dim()} for b in batches]
     everyone: list[Any] = [(mine, wrong)]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

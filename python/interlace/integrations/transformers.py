@@ -190,19 +190,22 @@ class Trainer(transformers.Trainer):
         try:
             sizes = sizes_of(batches, f"batch entry '{other}' is a number beside the tensors that changes (packed texts)" if other else "")
         except InterlaceError as e:
-            return self._take_as_they_are(str(e).partition(";")[0], e)
+            self._take_as_they_are(str(e).partition(";")[0], e)
+            return None
         if self.compiled is None:
             self._first[True] = sizes.lengths()
             self._compile(self._parts(batches, sizes, items))
         wide, found = self._wide(batches[0], sizes, self._loss)
         self._others.add(tuple((n, s[1:]) for n, s in sizes.largest.items() if n not in sizes.texts))
         if len(self._others) > FORMS and self.can_take_any:
-            return self._take_as_they_are(f"there have been {FORMS} sizes of what cannot be filled up ({dict(max(self._others))})", None)
+            self._take_as_they_are(f"there have been {FORMS} sizes of what cannot be filled up ({dict(max(self._others))})", None)
+            return None
         if found is not None:
             return wide
         why = f"the loss of {type(self.model).__name__} changes with the padding behind a text"
         if wide is None or self.can_take_any:
-            return self._take_as_they_are(why, None)
+            self._take_as_they_are(why, None)
+            return None
         log.warning("%s: each length that comes is compiled; a data collator that pads to one length needs one program", why)
         return wide
 
@@ -220,8 +223,8 @@ class Trainer(transformers.Trainer):
                 "gradient_accumulation_steps=1 on one rank"
             )
         log.warning(
-            "batches are taken as they are from now on: %s. Up to eight forms are compiled, of those that all ranks and micro-batches have; other "
-            "steps run in Python, which may be slower: a data collator that pads to one length (padding='max_length') needs one program", why,
+            "batches are taken as they are from now on: %s. Up to eight forms that all ranks and micro-batches have are compiled; other steps "
+            "run in Python, which may be slower: a data collator that pads to one length (padding='max_length') needs one program", why,
         )  # fmt: skip
         self.give_back()
         self._as_they_are = True
