@@ -55,7 +55,6 @@ class _Made:
     def turn(self, mode: str) -> None:
         """`train` and `eval` of an optimizer without a schedule: evaluations have other parameters, which it makes of its states."""
         if callable(switch := getattr(self.optimizer, mode, None)) and mode != self._mode:
-            self._owner.give_back()
             switch()
             self._mode = mode
 
@@ -223,8 +222,8 @@ class Trainer(transformers.Trainer):
                 "gradient_accumulation_steps=1 on one rank"
             )
         log.warning(
-            "batches are taken as they are from now on: %s. Up to eight forms that all ranks and micro-batches have are compiled; other steps "
-            "run in Python, which may be slower: a data collator that pads to one length (padding='max_length') needs one program", why,
+            "batches are taken as they are from now on: %s. Up to eight forms that all ranks and micro-batches have are compiled, other "
+            "steps run in Python, which may be slower: a data collator that pads to one length (padding='max_length') needs one program", why,
         )  # fmt: skip
         self.give_back()
         self._as_they_are = True

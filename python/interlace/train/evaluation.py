@@ -133,7 +133,7 @@ class Evaluation:
         self._rewriting.before(ready.built.ir, inputs)
         if ready.afar:
             run.share_buffers(ready.afar)
-        result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
+        result = ready.built.executor.step(inputs, run.hyper.idle(ready.built.ir), run.steps)
         run.share_outputs(ready.built.states, result, 1)
         ready.bring_back(run.ir)
         if TOLD in result["outputs"]:
