@@ -25,18 +25,23 @@ class Form:
     differ: bool
 
 
+def whole_inputs(spec: InputSpec) -> dict[Path, int]:
+    """Whole numbers that are inputs: a fraction may come in their place."""
+    return {t.path: 0 for t in spec.tensors if t.number and not t.dtype.is_floating_point}
+
+
 def alike(before: InputSpec, after: InputSpec) -> bool:
     """Whether batches of both forms may be one loop's: sizes, lengths of lists, numbers and texts may differ, and None stand for a tensor.
     Entries that are missing or new or another dtype are mistakes more often. None was captured before: any may be the first."""
     if not before.tensors:
         return True
+    whole = whole_inputs(before)
     was, now = ({**{t.path: t.dtype for t in spec.tensors}, **dict(spec.fixed())} for spec in (before, after))
-    if {path for path in was if not any(type(p) is int for p in path)} ^ {
-        path for path in now if not any(type(p) is int for p in path)
-    }:
+    if {path for path in was if not any(type(p) is int for p in path)} ^ {path for path in now if not any(type(p) is int for p in path)}:
         return False
     for path in was.keys() & now.keys():
         one, other = was[path], now[path]
+        one = 0 if path in whole and type(other) is float else one
         numbers = all(type(x) in (int, float, bool) for x in (one, other)) or type(one) is type(other) is str
         if not (numbers or one is None or other is None or (type(one) is type(other) and one == other)):
             return False

@@ -43,7 +43,7 @@ from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
 from interlace.train.agreement import content
-from interlace.train.changes import Form, alike, may_be_input, pairs, said, within, within_place
+from interlace.train.changes import Form, alike, may_be_input, pairs, said, whole_inputs, within, within_place
 from interlace.train.evaluation import Evaluation
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run, gathered, shared_capture
@@ -172,7 +172,7 @@ class Follow:
         unlike = any((other.tensors, other.fixed()) != (spec.tensors, spec.fixed()) for other in others)
         if self._anywhere(unlike or not alike(run.spec, spec)):
             raise error
-        before, after = dict(run.spec.fixed()), numbers_in(spec)
+        before, after = dict(run.spec.fixed()) | whole_inputs(run.spec), numbers_in(spec)
         changed = {p: wider(x, before[p]) for p, x in after.items() if type(before.get(p)) in (int, float) and repr(x) != repr(before[p])}
         differ = self._agree_on_form(spec, error)
         if any(type(x) is str and before[path] != x for path, x in spec.fixed() if type(before.get(path)) is str):
