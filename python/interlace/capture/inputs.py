@@ -180,8 +180,8 @@ class InputSpec:
                     kind = "nested" if leaf.is_nested else str(leaf.layout)
                     dense = "torch.nested.to_padded_tensor(t, 0.0)" if leaf.is_nested else ".to_dense()"
                     raise CaptureError(
-                        f"batch entry '{path_name(path)}' is a {kind} tensor; pass a dense one ({dense}), or fullgraph=False to run such steps "
-                        "in Python"
+                        f"batch entry '{path_name(path)}' is a {kind} tensor; pass a dense one ({dense}), or fullgraph=False to run "
+                        "such steps in Python"
                     )
                 number = hasattr(leaf, "of_number")
                 tensors.append(InputTensor(path_name(path), path, leaf.dtype, tuple(leaf.shape), number))

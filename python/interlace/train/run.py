@@ -166,6 +166,18 @@ class Run:
         if self.save is not None:
             self.save.wait_staged()
 
+    def all_here(self, call: str) -> None:
+        """Error, where a rank does not make this call: it goes on to its next step, or ends, and would be waited for in vain."""
+        if self.world_size == 1:
+            return
+        with self.peers.guard():
+            try:
+                self.peers.exchange(f"{call} at step {self.steps}", None, self.steps)
+            except PeerError as e:
+                if " lost: " in str(e):
+                    raise PeerError(f"{e} (if its script has come to its end: every rank must call {call})", e.rank) from e
+                raise PeerError(f"{e}; every rank must call {call}: it is no call for `if rank == 0:`", e.rank) from e
+
     def agree(self, what: str, check: Callable[[], Callable[[], None]], error: type[InterlaceError] = CheckpointError) -> Callable[[], None]:
         """Runs check() on every rank; if it fails on any, all raise that error and nothing has changed."""
         problem, action = None, None

@@ -195,7 +195,7 @@ class Trainer:
             with trainer.whole_parameters():
                 ema.update_parameters(model)
         """
-        return whole_parameters(self._run, changes, all_ranks)
+        return whole_parameters(self._run, changes, all_ranks, "trainer.whole_parameters")
 
     def save_pretrained(self, folder: str | Path, **arguments: Any) -> None:
         """model.save_pretrained(folder, **arguments) of a Hugging Face or PEFT model with the values trained so far; rank 0 gathers and
