@@ -345,3 +345,28 @@ def test_parameters_that_python_writes_are_refused() -> None:
     ):
         trainer.step(base(0, 0))
         trainer.step(keys(1, 0))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.GRU(3, 4), nn.Linear(4, 1)
+
+    def forward(self, packed: Any) -> Tensor:
+        return self.head(self.net(packed)[1][-1]).square().mean()
+
+
+def test_packed_sequences_of_a_batch() -> None:
+    """No class that checks its tensors can be taken apart; capturing it went on for ever."""
+
+    def packed(step: int) -> dict[str, Any]:
+        g = torch.Generator().manual_seed(step)
+        rows = [torch.randn(5 - i - step % 2, 3, generator=g).double() for i in range(3)]
+        return {"p": nn.utils.rnn.pack_sequence(rows)}
+
+    model = Recurrent().double()
+    twin = copy.deepcopy(model)
+    settings = interlace.Config(schedule=[], cache="off", fullgraph=False)
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), lambda m, b: m(b["p"]), packed(0), settings) as trainer:
+        for step in range(4):
+            assert float(trainer.step(packed(step))) == pytest.approx(float(twin(packed(step)["p"]).detach()), rel=1e-9)

@@ -268,7 +268,8 @@ def _whole(
                     break
                 unfit = path  # nobody calls a list of modules, or a module that has only its methods used
             except Unfit as e:
-                unfit = e.path
+                if (unfit := e.path) == LOSS:  # there is nothing around it
+                    raise CaptureError(str(e)) from e
             path = LOSS if unfit in ("", TAIL) else unfit.rpartition(".")[0]
 
 
