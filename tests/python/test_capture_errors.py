@@ -426,7 +426,8 @@ def test_batches_that_cannot_be_inputs():
         batch={"x": 3},
     )
     fails(
-        "batch entry 'x' is a torch.sparse_coo tensor; pass a dense one (.to_dense())",
+        "batch entry 'x' is a torch.sparse_coo tensor; pass a dense one (.to_dense()), or fullgraph=False to run such steps in "
+        "Python",
         batch={"x": torch.eye(3).to_sparse()},
     )
     fails("a batch of 3 cannot be cut into 2 equal micro-batches; use a batch size divisible by 2", micro_batches=2)

@@ -158,3 +158,12 @@ def test_lines_of_the_old_loop_that_would_do_nothing_are_refused(kind: str, line
     script = ours(FABRIC if kind == "fabric" else ACCELERATE, kind)
     with pytest.raises(interlace.InterlaceError, match=rf"does nothing to a compiled model, which has no gradients; .*{way}"):
         run(script + f"\n{line}\n", kind, {})
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "fabric"])
+def test_backward_of_the_old_loop_is_refused_by_its_line(kind: str) -> None:
+    pytest.importorskip({"fabric": "lightning_fabric", "accelerate": "accelerate"}[kind])
+    script = ours(FABRIC if kind == "fabric" else ACCELERATE, kind)
+    loop = "fabric" if kind == "fabric" else "accelerator"
+    with pytest.raises(interlace.InterlaceError, match=r":\d+: \w+.backward\(\) of a loss without a graph, .* delete this line"):
+        run(script + f"\nloss = trainer.step(next(iter(loader)))\n{loop}.backward(loss)\n", kind, {})

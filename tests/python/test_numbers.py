@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import types
+from collections.abc import Callable
 from typing import Any
 
 import parity
@@ -205,3 +207,38 @@ def test_a_list_of_sizes_names_the_way() -> None:
         make()
     with make(fullgraph=False) as trainer:
         assert trainer.step(batch(1)).item() >= 0
+
+
+TRUTHS: dict[str, Callable[[Any], float]] = {
+    "if": lambda n: 2.0 if n else 3.0,
+    "not": lambda n: 2.0 if not n else 5.0,
+    "bool": lambda n: 1.0 + bool(n),
+    "and": lambda n: (n and 7.0) or 2.0,
+    "or": lambda n: n or 4.0,
+    "any": lambda n: 2.0 if any([0, n]) else 3.0,
+    "remainder": lambda n: 2.0 if n % 2 else 3.0,
+    "product": lambda n: 2.0 if n * 1.5 else 3.0,
+    "greater": lambda n: 2.0 if max(n, 0) else 3.0,
+    "loop": lambda n: float(len([k for k in range(4) if n and k < n])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["attribute", "batch"])
+@pytest.mark.parametrize("truth", list(TRUTHS))
+def test_the_truth_of_a_number_that_changes(truth: str, where: str) -> None:
+    """Is a way: never what it was when compiled."""
+    settings = types.SimpleNamespace(n=0)
+    values = [0, 1, 2, 0, 3, 0.0, 1.5, 0.0, 2.5] if truth != "loop" else [0, 1, 2, 0, 3]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).square().mean() * TRUTHS[truth](batch["n"] if where == "batch" else settings.n)
+
+    model = nn.Linear(4, 3).double()
+    twin = copy.deepcopy(model)
+    x = torch.ones(2, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with interlace.compile(model, optimizer, loss_fn, {"x": x, "n": 0}, interlace.Config(schedule=[], cache="off")) as trainer:
+        for value in values:
+            settings.n = value
+            batch = {"x": x, "n": value}
+            assert float(trainer.step(batch)) == pytest.approx(float(loss_fn(twin, batch).detach()), rel=1e-12), value

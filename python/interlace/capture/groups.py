@@ -161,6 +161,24 @@ def rules_of(optimizer: torch.optim.Optimizer) -> Rules:
     return known[1]
 
 
+def _in_train_mode(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What train() of an optimizer that has it, and eval() (schedule-free ones), writes into its groups and attributes now."""
+    kind = type(optimizer)
+    unchanged: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+    if not all(callable(getattr(kind, name, None)) for name in ("train", "eval")):
+        return unchanged, {}
+    alone = object.__new__(kind)
+    alone.__dict__.update(optimizer.__dict__, param_groups=[{**g, "params": []} for g in optimizer.param_groups], state={})
+    try:
+        kind.train(alone)  # type: ignore[attr-defined]
+    except Exception:
+        return unchanged, {}
+    pairs = zip(alone.param_groups, optimizer.param_groups, strict=True)
+    groups = [{k: v for k, v in new.items() if k != "params" and v is not old.get(k)} for new, old in pairs]
+    others = {k: v for k, v in vars(alone).items() if k not in ("param_groups", "state") and vars(optimizer).get(k) is not v}
+    return groups, others
+
+
 def _probe(optimizer: torch.optim.Optimizer) -> Rules:
     inner = next((name for name, x in vars(optimizer).items() if isinstance(x, torch.optim.Optimizer)), None)
     if inner is not None:
@@ -171,7 +189,9 @@ def _probe(optimizer: torch.optim.Optimizer) -> Rules:
     whole = _WHOLE.get(type(optimizer).__name__)
     if whole is not None and type(optimizer).__module__.startswith("torch.optim"):
         raise refused(optimizer, whole)
+    counted, attributes = _in_train_mode(optimizer)  # what steps write into groups (Adan's count)
     first = pilot = Pilot.fresh(optimizer, small_shapes(optimizer))
+    pilot.attributes.update(attributes)
     forms: list[Forms] = [[] for _ in optimizer.param_groups]
 
     def note(step: Step) -> Pilot:
@@ -180,7 +200,6 @@ def _probe(optimizer: torch.optim.Optimizer) -> Rules:
                 known.append(form.lines)
         return step.after
 
-    counted: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]  # what steps write into groups (Adan's count)
     for _ in range(_FIRST_STEPS):
         step = pilot.step(counted, check=True)
         pilot, counted = note(step), [was | now for was, now in zip(counted, step.changed, strict=True)]

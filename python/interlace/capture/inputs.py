@@ -176,8 +176,13 @@ class InputSpec:
         tensors, constants = [], []
         for path, leaf in leaves(batch):
             if isinstance(leaf, torch.Tensor):
-                if leaf.layout != torch.strided:
-                    raise CaptureError(f"batch entry '{path_name(path)}' is a {leaf.layout} tensor; pass a dense one (.to_dense())")
+                if leaf.layout != torch.strided or leaf.is_nested:
+                    kind = "nested" if leaf.is_nested else str(leaf.layout)
+                    dense = "torch.nested.to_padded_tensor(t, 0.0)" if leaf.is_nested else ".to_dense()"
+                    raise CaptureError(
+                        f"batch entry '{path_name(path)}' is a {kind} tensor; pass a dense one ({dense}), or fullgraph=False to run "
+                        "such steps in Python"
+                    )
                 number = hasattr(leaf, "of_number")
                 tensors.append(InputTensor(path_name(path), path, leaf.dtype, tuple(leaf.shape), number))
             elif type(leaf).__module__ == "numpy" and hasattr(leaf, "shape"):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.any_batch import ANY, NUMBER, AnyBatch
 from interlace.capture.effects import draws, generators
 from interlace.capture.inputs import Path, leaves, rebuild
 from interlace.capture.model_tensors import device_type, tensors_of
@@ -152,8 +153,8 @@ class Tail(nn.Module):
 
 
 def module_at(path: str, model: nn.Module, loss_fn: Any) -> nn.Module:
-    if path in (LOSS, TAIL, TOLD):
-        return {LOSS: Whole, TAIL: Tail, TOLD: Told}[path](model, loss_fn)
+    if path in (LOSS, TAIL, TOLD, ANY):
+        return {LOSS: Whole, TAIL: Tail, TOLD: Told, ANY: AnyBatch}[path](model, loss_fn)
     return model.get_submodule(path)
 
 
@@ -279,6 +280,16 @@ def told_call(
     return OpaqueCall(TOLD, TOLD, why, flags_of(told), call, inputs, params, buffers, [], None, outputs, False, False, region, [])
 
 
+def any_call(module: AnyBatch, model: nn.Module, why: str, region: torch.dtype | None) -> OpaqueCall:
+    """The call of a whole training step on batches of any form; flags count as they are then."""
+    params, buffers = tensors_of(module, model)
+    given: tuple[Any, ...] = ({NUMBER: torch.tensor(0)},), {}
+    return OpaqueCall(
+        ANY, ANY, why, {}, _blank(given), [(p, Meta.of(t)) for p, t in tensor_leaves(given)], list(params), list(buffers), list(buffers),
+        None, [((), Meta(module.dtype, ()))], random=True, stateful=True, autocast=region, hosted=[0],
+    )  # fmt: skip
+
+
 class OpaqueTrace:
     """Stands in for the opaque modules while the model is traced: records calls instead of running them."""
 
@@ -287,6 +298,11 @@ class OpaqueTrace:
         self._path = {id(module): path for path, module in self.modules.items()}
         self._calls = {path: iter(c) for path, c in calls.items()}
         self._recorder, self._model = recorder, model
+
+    @property
+    def whole(self) -> nn.Module | None:
+        """The loss function with the model in it, where it is opaque."""
+        return self.modules.get(ANY, self.modules.get(LOSS))
 
     def replaces(self, module: nn.Module) -> bool:
         return id(module) in self._path
@@ -343,8 +359,8 @@ def only_in(calls: Sequence[OpaqueCall], names: Mapping[str, int], lines: Sequen
     module does not use them they have no gradient at all."""
     asked: set[str] = set()
     for call in calls:
-        inside = "" if call.path in ("", LOSS, TAIL, TOLD) else f"{call.path}."
-        own = [n.removeprefix("model.") if call.path in (LOSS, TOLD) else n for n in call.params]
+        inside = "" if call.path in ("", LOSS, TAIL, TOLD, ANY) else f"{call.path}."
+        own = [n.removeprefix("model.") if call.path in (LOSS, TOLD, ANY) else n for n in call.params]
         asked |= {f"{inside}{own[i - len(call.inputs)]}" for i in call.wanted if i >= len(call.inputs)}
     elsewhere: set[str] = set()
     for line in lines:

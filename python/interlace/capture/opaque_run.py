@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.any_batch import ANY, AnyBatch
 from interlace.capture.effects import kept_draws, states_of
 from interlace.capture.inputs import rebuild
 from interlace.capture.literals import quote
@@ -40,13 +41,17 @@ class OpaqueTable:
         self._states: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._numbers = itertools.count()
         self._begins: dict[int, list[Tensor]] = {}  # with `compat`: where generators were before a forward part, until backward
+        self.given: list[Any] = []  # the micro-batches of a step that takes any batch (any_batch.py)
+        self.outputs: dict[int, dict[str, Tensor]] = {}  # and what its loss function gave
         self.add(calls)
 
     def add(self, calls: Iterable[OpaqueCall], sometimes: Iterable[str] = (), loss_fn: Any = None) -> None:
         self.sometimes.update(sometimes)
         for call in calls:
             self.calls[call.key] = call
-            self._modules[call.key] = module_at(call.path, self.model, loss_fn or self.loss_fn)
+            self._modules[call.key] = module = module_at(call.path, self.model, loss_fn or self.loss_fn)
+            if isinstance(module, AnyBatch):
+                module.given, module.outputs = self.given, self.outputs
             self._cost.setdefault(call.key, [0, 0.0])
 
     def calls_in(self, program: str) -> list[OpaqueCall]:
@@ -111,11 +116,13 @@ class OpaqueTable:
         return [found[path].to(operands[0].device) if operands else found[path] for path, _ in call.outputs], buffers
 
     def _forward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
-        kept = call.stateful and bool(call.wanted)
+        kept, given = call.stateful and bool(call.wanted), operands
         if kept:  # parameters lie elsewhere, or nowhere, until backward
             operands = [t.detach().clone().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
         with torch.set_grad_enabled(kept), self._drawing(call, operands) as seed:
             outputs, buffers = self._run(call, module, operands)
+        if kept and call.path == ANY:  # nobody has traced it
+            _refuse_written(call, given, operands)
         if kept and seed is not None:
             self._states[int(seed)] = operands, outputs
         last = [seed.to(operands[0].device)] if seed is not None else []
@@ -166,6 +173,16 @@ class OpaqueTable:
             yield seed
 
 
+def _refuse_written(call: OpaqueCall, before: list[Tensor], after: list[Tensor]) -> None:
+    """Error: forward has written parameters, which a program has elsewhere."""
+    for i, name in enumerate(call.params, len(call.inputs)):
+        if not torch.equal(before[i], after[i]) and not before[i].isnan().any():
+            raise CaptureError(
+                f"parameter '{name.removeprefix('model.')}' is written by the model's own Python, which runs here as a whole, and "
+                'what it writes would be lost; write it between steps (trainer.whole_parameters()), or take mode="eager"'
+            )
+
+
 def _device(operands: list[Tensor]) -> str:
     return operands[0].device.type if operands else "cpu"
 
@@ -198,7 +215,7 @@ def _in_places(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
 
 def full_name(call: OpaqueCall, name: str) -> str:
     """A parameter's name in the model."""
-    if call.path in (LOSS, TOLD):
+    if call.path in (LOSS, TOLD, ANY):
         return name.removeprefix("model.")
     return name if call.path in ("", TAIL) else f"{call.path}.{name}"
 

@@ -185,9 +185,13 @@ def _traced(
         )
     device = device_type(t.real for t in tensors)
     with regions_opened(device) as opened:
-        trace = _whole(
-            model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
-        )
+        try:
+            trace = _whole(
+                model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
+            )
+        except CaptureError as e:
+            e.opens = bool(opened)  # type: ignore[attr-defined]
+            raise
     if opened:
         return trace
 
@@ -264,7 +268,8 @@ def _whole(
                     break
                 unfit = path  # nobody calls a list of modules, or a module that has only its methods used
             except Unfit as e:
-                unfit = e.path
+                if (unfit := e.path) == LOSS:  # there is nothing around it
+                    raise CaptureError(str(e)) from e
             path = LOSS if unfit in ("", TAIL) else unfit.rpartition(".")[0]
 
 

@@ -120,10 +120,10 @@ class Reads:
 
 @contextlib.contextmanager
 def reading(reads: Reads) -> Iterator[None]:
-    """numpy(), tolist() and format() of fake tensors, which would read element by element or not at all; and what is printed and logged of
-    numbers that are none goes nowhere."""
+    """numpy(), tolist() and format() of fake tensors, which would read element by element or not at all; the truth of one that is a number,
+    which is another question than what number it is; and what is printed and logged of numbers that are none goes nowhere."""
     numpy, tolist, form, level, out = torch.Tensor.numpy, FakeTensor.tolist, torch.Tensor.__format__, logging.root.manager.disable, sys.stdout
-    item = torch.Tensor.item
+    item, truth = torch.Tensor.item, torch.Tensor.__bool__
     until = types.SimpleNamespace(write=lambda text: len(text) if reads.count else out.write(text), flush=out.flush, isatty=out.isatty)
 
     def to_numpy(t: Any, **more: Any) -> Any:
@@ -131,16 +131,20 @@ def reading(reads: Reads) -> Iterator[None]:
             return reads.array(t, sys._getframe(1)) if isinstance(t, FakeTensor) else numpy(t, **more)
         raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
+    def to_bool(t: Any) -> bool:
+        return truth(t.ne(0) if isinstance(t, FakeTensor) and t.dtype != torch.bool and t.numel() == 1 else t)
+
     def to_format(t: Any, spec: str) -> str:
         return format(item(t), spec) if isinstance(t, FakeTensor) and not t.dim() else form(t, spec)
 
     try:
         torch.Tensor.numpy, torch.Tensor.__format__ = to_numpy, to_format  # type: ignore[method-assign, assignment]
+        torch.Tensor.__bool__ = to_bool  # type: ignore[method-assign, assignment]
         FakeTensor.tolist = lambda t: to_numpy(t).tolist() if t.dim() else item(t)  # type: ignore[method-assign, assignment]
         with contextlib.redirect_stdout(until), standing(reads.ways.constants, reads.stands):  # type: ignore[type-var]
             yield
     finally:
-        del torch.Tensor.numpy  # type: ignore[misc]
+        del torch.Tensor.numpy, torch.Tensor.__bool__  # type: ignore[misc]
         FakeTensor.tolist, torch.Tensor.__format__ = tolist, form  # type: ignore[method-assign]
         logging.disable(level)
 

@@ -26,7 +26,7 @@ from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.loss import LossForm, outputs_of
 from interlace.capture.model_tensors import OWN_HOOK, ModelTensor, device_type, in_memory_order, make_fake, shares, swapped
-from interlace.capture.opaque import LOSS, TAIL, TOLD, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn, tensor_leaves, told_call
+from interlace.capture.opaque import TAIL, TOLD, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn, tensor_leaves, told_call
 from interlace.capture.reads import Depends, Hidden, Telling, Told, numbers_in, reading
 from interlace.capture.real_run import Resized, refuse_empty, resized
 from interlace.capture.recorder import Recorder
@@ -394,8 +394,8 @@ class Trace:
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""
-        if LOSS in self.opaque_calls:
-            return self._opaque.modules[LOSS](batch)
+        if (whole := self._opaque.whole) is not None:
+            return whole(batch)
         if TAIL not in self.opaque_calls:
             return loss_fn(self.model, batch)
         results: list[Any] = []

@@ -15,9 +15,14 @@ from torch import nn
 from interlace.capture import Captured, Casts, InputSpec, OpaqueCall, capture
 from interlace.capture.attention import OneAttention
 from interlace.capture.groups import optimizer_groups
+from interlace.capture.in_python import capture_any
 from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
+from interlace.capture.loss import LossForm, outputs_of
 from interlace.capture.model_tensors import collect
+from interlace.capture.program import default_loss
+from interlace.capture.reach import mentions
+from interlace.capture.real_run import run_for_real
 from interlace.capture.watch import Watch
 from interlace.capture.ways import buffer_of, buffers_in, other_way
 from interlace.capture.writes import said
@@ -26,7 +31,7 @@ from interlace.compiling.dropout import changed, reads_of
 from interlace.compiling.fingerprint import Fingerprint, Unsure
 from interlace.compiling.programs import ProgramError, Programs
 from interlace.config.forms import first_loss_scale
-from interlace.errors import CaptureError
+from interlace.errors import CaptureError, InterlaceError
 
 Tensor = torch.Tensor
 log = logging.getLogger("interlace")
@@ -53,6 +58,8 @@ class Captures:
         self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
         self.trained: set[str] = set()  # parameters that had a gradient in some program; in others they have zeros (`meta unused`)
         self.grows = True  # until there is a program: buffers may get other sizes, which rank 0's constants tell the others
+        self.any_batch = ""  # why all of it runs in Python now, on batches of any form (capture/any_batch.py); empty: it is captured
+        self._opens: bool | None = None  # whether the loss function opens regions of torch.autocast; None: not known yet
         self.prefix = ""  # of names of the loss function's tensors
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
@@ -66,11 +73,55 @@ class Captures:
         """Whether it may run in Python instead: it was captured before, for batches that had more in common."""
         return self.fullgraph and bool(self.undecided) and self.config.param_dtype in (None, "autocast")
 
+    @property
+    def may_run_whole(self) -> bool:
+        """Whether all of it runs in Python where it cannot be captured, without being asked to."""
+        return not self.fullgraph and self.can_run_whole
+
+    @property
+    def can_run_whole(self) -> bool:
+        config = self.config
+        casts = config.param_dtype in (None, "autocast") and config.output_dtype is None
+        return config.mode == "compiled" and casts and config.stage_ranks == 1
+
     def buffer(self, name: str) -> Tensor:
         """The model's, or a number that programs read from one."""
         if name not in self.numbers:
             return buffer_of(self.model, name)
         return torch.tensor(Watch(self.model, self.loss_fn, self.prefix).numbers()[name], dtype=torch.float64)
+
+    def training_text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
+        """text(), or where that cannot be the text of a step on batches of any form, which is said. Error: what may not run in Python, what
+        could not run there either."""
+        why = self.any_batch
+        if not why:
+            try:
+                return self.text(micro_batch)
+            except CaptureError as e:
+                if not self.may_run_whole or isinstance(e, LossForm) or (self.grows and not self._runs(micro_batch)):
+                    raise
+                self._opens, why = getattr(e, "opens", self._opens), in_python(e)
+            log.warning("all of the model and its loss runs in Python, as Config(fullgraph=False) has it: %s", why)
+        with self.programs.timed("capture"):
+            casts = Casts.named(self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale))
+            opens = _mentions_autocast(self.loss_fn) if self._opens is None else self._opens
+            found = capture_any(
+                self.model, self.loss_fn, why, optimizer=self.optimizer, rng_mode=self.config.rng, casts=casts, opens=opens
+            )  # fmt: skip
+        self.programs.learnt = found.opaque_calls, found.sometimes
+        text, constants = self._named_by_content(found)
+        return self.programs.with_cuts(text), constants
+
+    def _runs(self, micro_batch: Any) -> bool:
+        """Whether the model and its loss run on this batch in Python."""
+        if any(p.is_meta for p in self.model.parameters()):
+            return False
+        loss_fn = self.loss_fn or default_loss
+        try:
+            run_for_real(self.model, loss_fn, micro_batch, None, lambda _: lambda model, batch: outputs_of(loss_fn(model, batch)))
+        except CaptureError:
+            return False
+        return True
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
         """The captured text for a micro-batch, and the tensors that only the trace has seen. Once the run's cuts are settled, the text has
@@ -139,8 +190,11 @@ class Captures:
             trained=self.trained, grows=self.grows, one_attention=self.one_attention,
         )  # fmt: skip
         self._refuse_turns(captured)
+        return captured, *self._named_by_content(captured)
+
+    def _named_by_content(self, captured: Captured) -> tuple[str, dict[str, Tensor]]:
         own = {t.name for t in collect(self.model)}.difference(captured.grown)
-        return captured, *_by_content(captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own})
+        return _by_content(captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own})
 
     def _refuse_turns(self, captured: Captured) -> None:
         """Error: the model changes a buffer that it branches on, between the micro-batches of one step."""
@@ -216,6 +270,24 @@ class Captures:
         mark.word(repr(self.one_attention))
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
+
+
+def in_python(error: InterlaceError) -> str:
+    """Why something runs in Python: the error without its advice."""
+    return re.split(r", or pass fullgraph=False|; pass |; leave |; make it a tensor", str(error), maxsplit=1)[0]
+
+
+def autocast_of(captures: Captures, device: str) -> torch.dtype | None:
+    """The region of torch.autocast that a loss function in Python is called in, where nobody has traced it."""
+    if captures.config.param_dtype != "autocast" or _mentions_autocast(captures.loss_fn):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _mentions_autocast(loss_fn: Any) -> bool:
+    """Whether a loss function that nobody has traced may open regions of torch.autocast itself."""
+    code = getattr(loss_fn, "__code__", None)
+    return bool(getattr(loss_fn, "opens_autocast", code is not None and "autocast" in mentions(code)))
 
 
 def _by_content(text: str, constants: dict[str, Tensor]) -> tuple[str, dict[str, Tensor]]:

@@ -164,6 +164,8 @@ class Programs:
                 program.set_meta("micro_batches", str(micro_batches or self.config.accumulation))
                 reports = program.run_passes(pipeline, dump_dir=self.config.dump_ir)
             except _core.Error as e:
+                if "pass 'precision'" in str(e) and "precision(param=auto," in pipeline:  # all that casts runs in Python
+                    return self.run_passes(captured, pipeline.replace("precision(param=auto,", "precision(param=none,"), micro_batches)
                 raise ProgramError(str(e)) from e
         return program, reports
 

@@ -23,7 +23,7 @@ from torch import nn, optim
 import interlace
 from interlace.config import Config
 from interlace.errors import InterlaceError
-from interlace.integrations.fabric import _Cast, refuse
+from interlace.integrations.fabric import _Cast, refuse, refuse_backward
 
 _PRECISION: dict[str, dict[str, Any]] = {
     "no": {}, "bf16": {"param_dtype": "autocast"}, "fp16": {"param_dtype": "autocast", "loss_scale": "dynamic"},
@@ -57,6 +57,7 @@ def setup(
     refuse(accelerator, trainer, model, ("clip_grad_norm_", "clip_grad_value_"), "Config(clip_norm=...) of setup() has the step clip")
     way = "trainer.step() takes a list of gradient_accumulation_steps batches and makes one step of them"
     refuse(accelerator, trainer, model, ("accumulate",), way)
+    refuse_backward(accelerator, trainer)
     return trainer
 
 

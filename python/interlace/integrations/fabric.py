@@ -14,9 +14,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 import interlace
+from interlace.capture.released import user_line
 from interlace.config import Config
 from interlace.errors import InterlaceError
 
@@ -51,7 +53,24 @@ def setup(
     refuse(fabric, trainer, model, ("clip_gradients",), "Config(clip_norm=...) of setup() has the step clip")
     way = "Config(accumulation=G) of setup() has trainer.step() take a list of G batches and make one step of them"
     refuse(fabric, trainer, model, ("no_backward_sync",), way)
+    refuse_backward(fabric, trainer)
     return trainer
+
+
+def refuse_backward(loop: Any, trainer: interlace.Trainer) -> None:
+    """`loop.backward(loss)` of what trainer.step() gave, which an old loop may still have: it has no graph."""
+    own, mine = loop.backward, weakref.ref(trainer)
+
+    def backward(loss: Any, *args: Any, **more: Any) -> Any:
+        trainer = mine()
+        if trainer is not None and trainer._run.closed is None and isinstance(loss, torch.Tensor) and not loss.requires_grad:
+            raise InterlaceError(
+                f"{user_line()}: {type(loop).__name__}.backward() of a loss without a graph, such as trainer.step(batch) gives: that made "
+                "backward and the optimizer's step; delete this line, optimizer.step() and optimizer.zero_grad()"
+            )
+        return own(loss, *args, **more)
+
+    loop.backward = backward
 
 
 def refuse(loop: Any, trainer: interlace.Trainer, model: nn.Module, names: tuple[str, ...], way: str) -> None:
@@ -74,6 +93,8 @@ def refuse(loop: Any, trainer: interlace.Trainer, model: nn.Module, names: tuple
 
 class _Cast:
     """A loss function under somebody's autocast."""
+
+    opens_autocast = True
 
     def __init__(self, autocast: Callable[[], Any], loss_fn: Callable[[nn.Module, Any], Any]) -> None:
         self.autocast, self.loss_fn = autocast, loss_fn

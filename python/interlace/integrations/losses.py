@@ -22,6 +22,8 @@ WEIGHT, ROWS, ITEMS = "interlace_weight", "interlace_rows", "num_items_in_batch"
 class Loss:
     """Of a class of this package, so that nobody looks into the whole trainer. `short`: rows of each entry in the step's smaller batches."""
 
+    opens_autocast = True
+
     def __init__(self, owner: Any, outputs: bool) -> None:
         self.owner, self.outputs = owner, outputs
         self.short: dict[str, int] = {}
@@ -37,6 +39,8 @@ class Loss:
             return self._plain(model, inputs, items)
         if _get_current_dispatch_mode() is None and not weight.any():  # called for what it hands on, which only fills a step
             with unheard(self.owner):
+                if torch.is_grad_enabled():  # the step runs in Python
+                    return self._weighed(model, inputs, items, weight[0])
                 return self._plain(model, inputs, items) * 0
         loss = self._weighed(model, dict(inputs), items, weight[0])
         if rows.shape[0] in self.short.values():

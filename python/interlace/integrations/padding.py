@@ -53,14 +53,16 @@ def _is_text(name: str, t: Tensor) -> bool:
     return name in FILL and t.dim() >= 2 and not t.is_complex() and (not t.is_floating_point() or ("mask" in name and t.dim() == 2))
 
 
-def sizes_of(batches: Sequence[Mapping[str, Any]]) -> Sizes:
-    """The sizes of these batches over all ranks. Every rank must call it. Error: no program takes them all."""
+def sizes_of(batches: Sequence[Mapping[str, Any]], wrong: str = "") -> Sizes:
+    """The sizes of these batches over all ranks. Every rank must call it. Error: no program takes them all, or `wrong`."""
     mine = [{n: tuple(t.shape) for n, t in b.items() if isinstance(t, Tensor) and t.dim()} for b in batches]
-    everyone: list[Any] = [mine]
+    everyone: list[Any] = [(mine, wrong)]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    found = [batch for theirs in everyone for batch in theirs]
+        dist.all_gather_object(everyone, (mine, wrong))
+    if wrong := next((theirs for _, theirs in everyone if theirs), ""):
+        raise InterlaceError(f"{wrong}; a program takes padded texts (packing=False and padding_free=False, or a data collator that pads)")
+    found = [batch for theirs, _ in everyone for batch in theirs]
     names = list(found[0])
     if other := next((b for b in found if set(b) != set(names) or any(len(b[n]) != len(found[0][n]) for n in names)), None):
         raise InterlaceError(f"the batches of a step have other entries than one another: {_words(found[0])} | {_words(other)}")

@@ -37,6 +37,7 @@ from interlace.integrations.unseen import Dimensions, Near, Unseen
 
 Tensor = torch.Tensor
 log = logging.getLogger("interlace")
+FORMS = 8  # sizes that are compiled
 NO_CLIP = 1e30  # a limit that no gradient reaches: the norm is computed, for the log
 
 
@@ -54,7 +55,6 @@ class _Made:
     def turn(self, mode: str) -> None:
         """`train` and `eval` of an optimizer without a schedule: evaluations have other parameters, which it makes of its states."""
         if callable(switch := getattr(self.optimizer, mode, None)) and mode != self._mode:
-            self._owner.give_back()
             switch()
             self._mode = mode
 
@@ -86,6 +86,8 @@ class Trainer(transformers.Trainer):
         self._first: dict[bool, dict[str, int]] = {}  # lengths of the first step's texts, and of the first evaluation's
         self._unseen, self._clip = Unseen(), 0.0
         self._beside: dict[str, float] = {}  # numbers of the batches
+        self._others: set[Any] = set()  # sizes of entries that are no texts
+        self._as_they_are = False  # no program takes all batches: what has none runs in Python
         self.quiet = False  # while what a loss does is undone
         self._loss, self._loss_and_outputs = Loss(self, False), Loss(self, True)
 
@@ -113,7 +115,7 @@ class Trainer(transformers.Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._waiting, self._first, self._unseen, self._beside = [], {}, Unseen(), {}
+        self._waiting, self._first, self._unseen, self._beside, self._others, self._as_they_are = [], {}, Unseen(), {}, set(), False
         return model, train_dataloader
 
     def _check(self) -> None:
@@ -168,67 +170,96 @@ class Trainer(transformers.Trainer):
                 "an epoch was stopped within a step (should_epoch_stop in on_substep_end), whose micro-batches would count in the next step; "
                 "stop it in on_step_end"
             )
-        sizes = sizes_of(batches)
-        beside = {n: x for b in batches for n, x in b.items() if type(x) in (int, float)}
-        if other := next((n for b in batches for n, x in b.items() if n in beside and x != self._beside.get(n, x)), None):
-            raise InterlaceError(
-                f"batch entry '{other}' is a number beside the tensors that changes from batch to batch (packed texts); a compiled step "
-                "takes padded texts: packing=False and padding_free=False, or a data collator that pads"
-            )
-        self._beside |= beside
         if self.compiled is not None and self._clip != self.args.max_grad_norm:  # a callback's
             self.give_back()
+        sizes = self._sizes_of_few(batches, num_items_in_batch is not None)
+        parts = self._parts(batches, sizes, num_items_in_batch is not None)
         if self.compiled is None:
-            self._first[True] = sizes.lengths()
-            self._compile(self._parts(batches, sizes, num_items_in_batch is not None))
-        wide, _ = self._wide(batches[0], sizes, self._loss)
-        if wide is None:
-            name = min(sizes.uneven)
-            raise InterlaceError(
-                f"batch entry '{name}' has several lengths in one step, up to {sizes.largest[name][-1]}, and the loss of "
-                f"{type(self.model).__name__} changes with the padding that would give them one; have the data collator pad to one length "
-                "(padding='max_length'), or take gradient_accumulation_steps=1 on one rank"
-            )
-        parts = self._parts(batches, wide, num_items_in_batch is not None)
+            self._compile(parts)
         loss: Tensor = self.compiled.step(parts if len(parts) > 1 else parts[0])
         return loss.detach()
 
-    def _wide(self, batch: dict[str, Any], sizes: Sizes, loss: Loss) -> tuple[Sizes | None, Dimensions]:
+    def _sizes_of_few(self, batches: list[dict[str, Any]], items: bool) -> Sizes | None:
+        """Sizes that few programs are enough for, filled up; None: the batches are as they are."""
+        if self._as_they_are:
+            return None
+        beside = {n: x for b in batches for n, x in b.items() if type(x) in (int, float)}
+        other = next((n for b in batches for n, x in b.items() if n in beside and x != self._beside.get(n, x)), None)
+        self._beside |= beside
+        try:
+            sizes = sizes_of(batches, f"batch entry '{other}' is a number beside the tensors that changes (packed texts)" if other else "")
+        except InterlaceError as e:
+            self._take_as_they_are(str(e).partition(";")[0], e)
+            return None
+        if self.compiled is None:
+            self._first[True] = sizes.lengths()
+            self._compile(self._parts(batches, sizes, items))
+        wide, found = self._wide(batches[0], sizes, self._loss)
+        self._others.add(tuple((n, s[1:]) for n, s in sizes.largest.items() if n not in sizes.texts))
+        if len(self._others) > FORMS and self.can_take_any:
+            self._take_as_they_are(f"there have been {FORMS} sizes of what cannot be filled up ({dict(max(self._others))})", None)
+            return None
+        if found is not None:
+            return wide
+        why = f"the loss of {type(self.model).__name__} changes with the padding behind a text"
+        if wide is None or self.can_take_any:
+            self._take_as_they_are(why, None)
+            return None
+        log.warning("%s: each length that comes is compiled; a data collator that pads to one length needs one program", why)
+        return wide
+
+    @property
+    def can_take_any(self) -> bool:
+        """Whether steps may run in Python, on batches as they are."""
+        args, settings = self.args, self._settings
+        return settings.mode == "compiled" and settings.output_dtype is None and (args.bf16 or args.fp16 or settings.param_dtype is None)
+
+    def _take_as_they_are(self, why: str, error: InterlaceError | None) -> None:
+        """From now on no batch is filled up. Error: where no step may run in Python."""
+        if not self.can_take_any:
+            raise error or InterlaceError(
+                f"{why}, and a step has several lengths; have the data collator pad to one length (padding='max_length'), or take "
+                "gradient_accumulation_steps=1 on one rank"
+            )
+        log.warning(
+            "batches are taken as they are from now on: %s. Up to eight forms that all ranks and micro-batches have are compiled, other "
+            "steps run in Python, which may be slower: a data collator that pads to one length (padding='max_length') needs one program", why,
+        )  # fmt: skip
+        self.give_back()
+        self._as_they_are = True
+
+    def _wide(self, batch: dict[str, Any], sizes: Sizes, loss: Loss) -> tuple[Sizes | None, Dimensions | None]:
         """Lengths that few programs are enough for, where neither loss nor outputs change with padding, and which dimensions of outputs are
-        such; else the sizes as they are, or None where they must be padded."""
+        such; else the sizes as they are, or None where they must be padded, and no dimensions."""
         model: Any = self.model
         training = loss is self._loss and model.training
         most = positions_of(getattr(model, "config", None))
         wide = rounded(sizes, self._first.setdefault(training, sizes.lengths()), most)
         if wide == sizes and not sizes.uneven:
             return sizes, {}
-        found, before = None, len(self._unseen)
+        found = None
         if not (training and keeping_statistics(model)):
             near = Near.of(model, bool(self.args.bf16 or self.args.fp16))
             with unheard(self):
                 found = self._unseen.of(batch, sizes, lambda b: self.compiled.evaluate(b, loss), loss.outputs, most, near, self._pad_id())
-        if found is None and training and len(self._unseen) > before:
-            log.warning(
-                "the loss of %s changes with the padding behind a text: each length that comes is compiled; a data collator that pads to "
-                "one length (padding='max_length') needs one program", type(model).__name__,
-            )  # fmt: skip
         if found is not None:
             return wide, found
-        return (None if sizes.uneven else sizes), {}
+        return (None if sizes.uneven else sizes), None
 
-    def _parts(self, batches: list[dict[str, Any]], sizes: Sizes, items: bool) -> list[dict[str, Any]]:
-        """As many micro-batches as a step has, in one form, with weights whose mean is the sum that transformers makes."""
-        made = [filled(b, sizes, self._pad_id()) for b in batches]
+    def _parts(self, batches: list[dict[str, Any]], sizes: Sizes | None, items: bool) -> list[dict[str, Any]]:
+        """As many micro-batches as a step has, in one form where sizes say so, with weights whose mean is the sum that transformers makes."""
+        made = batches if sizes is None else [filled(b, sizes, self._pad_id()) for b in batches]
         count = self.args.gradient_accumulation_steps
         if count == 1 and self.args.world_size == 1:
             return made
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             scaled = (self.model_accepts_loss_kwargs and items) or self.compute_loss_func is not None
-        self._loss.short = short = sizes.short
+        self._loss.short = short = {} if sizes is None else sizes.short
         one = float(count) if scaled else count / len(batches)
         few = [any(b[n].shape[0] == rows for n, rows in short.items()) for b in batches]
-        rows = torch.zeros(next(iter(short.values()), max((s[0] for s in sizes.largest.values()), default=1)), device=self.args.device)
+        most = 1 if sizes is None else max((s[0] for s in sizes.largest.values()), default=1)
+        rows = torch.zeros(next(iter(short.values()), most), device=self.args.device)
         weights = torch.tensor([[0.0, one] if f else [one, 0.0] for f in few], dtype=torch.float64, device=self.args.device)
         made = [{**b, WEIGHT: w, ROWS: rows} for b, w in zip(made, weights, strict=True)]
         return made + [{**made[-1], WEIGHT: torch.zeros_like(weights[0])} for _ in range(count - len(batches))]
@@ -251,7 +282,9 @@ class Trainer(transformers.Trainer):
         if args.fp16:
             more["loss_scale"] = "dynamic"
         sizes = {n: tuple(t.shape) for n, t in parts[0].items() if isinstance(t, Tensor) and t.dim() and n != WEIGHT}
-        compiles = self._settings.mode == "compiled"  # the model's own Python takes any shape
+        compiles = self._settings.mode == "compiled" and not self._as_they_are  # the model's own Python takes any shape
+        if self._as_they_are:
+            more["fullgraph"] = False
         if compiles:
             more |= {"shapes": {n: [s] for n, s in sizes.items()}, "pad": dict.fromkeys(sizes, 0)}
         count = args.gradient_accumulation_steps
@@ -308,7 +341,7 @@ class Trainer(transformers.Trainer):
         loss = outputs.pop("loss")
         if prediction_loss_only:
             return loss, None, None
-        for name, of in lengths.items():
+        for name, of in (lengths or {}).items():
             for dim, texts in of.items():
                 outputs[name] = outputs[name].narrow(dim, 0, batch[texts[0]].shape[-1])
         logits = nested(outputs)

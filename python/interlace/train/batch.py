@@ -34,6 +34,13 @@ def micro_batches(spec: InputSpec | None, batch: Any, count: int) -> list[Any]:
     return InputSpec.of(batch).split(batch, count)
 
 
+def any_micro_batches(spec: InputSpec | None, batch: Any, count: int, listed: bool = False) -> list[Any]:
+    """micro_batches() of whatever it is; a list of others is one batch, where a step has one. `listed`: a list of one is, too."""
+    if count == 1 and type(batch) is list and (listed or len(batch) != 1):
+        return [batch]
+    return micro_batches(spec, batch, count)
+
+
 def flatten(spec: InputSpec, parts: list[Any], device: torch.device) -> list[list[torch.Tensor]]:
     """The tensors of each micro-batch in the order of the program's inputs, contiguous and on the device.
 

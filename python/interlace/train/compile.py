@@ -27,7 +27,7 @@ from interlace.capture.program import default_loss
 from interlace.capture.several import Several, members_of, name_of, runs_itself
 from interlace.capture.tensor_plan import read_plan
 from interlace.checkpoint.weights import Weights, find_name
-from interlace.compiling.captures import Captures
+from interlace.compiling.captures import Captures, in_python
 from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, ProgramError, Programs, Source
 from interlace.compiling.regions import settled
@@ -109,10 +109,8 @@ class _Build:
         if self.decides:
             config = dataclasses.replace(config, schedule=default_schedule(config, peers.size, peers.device.type))
         self.model, self.optimizer, self.loss_fn, self.given, self.config, self.peers = model, optimizer, loss_fn, given, config, peers
-        self.parts = batches.micro_batches(None, example_batch, config.accumulation)
-        self.micro_batch = self.parts[0]
-        self.spec, self.differ = InputSpec.of(self.micro_batch), dict[Path, torch.dtype]()
-        check_shapes_of(self.spec, config)
+        self.differ = dict[Path, torch.dtype]()
+        self.unfit = ""  # why no program takes this rank's batch
         self.tensors = collect(model)
         check_parameters(self.tensors)
         optimizer_groups(optimizer, self.tensors)
@@ -121,6 +119,17 @@ class _Build:
         self.programs = Programs(config, peers)
         self.programs.opaque = OpaqueTable(model, loss_fn=loss_fn or default_loss, compat=config.rng == "compat")
         self.captures = Captures(model, loss_fn, optimizer, self.programs)
+        try:
+            self.parts = batches.micro_batches(None, example_batch, config.accumulation)
+            self.spec = InputSpec.of(self.parts[0])
+            check_shapes_of(self.spec, config)
+        except InterlaceError as e:
+            if isinstance(e, ConfigError) or not self.captures.may_run_whole:
+                raise
+            listed = type(example_batch) is list and config.accumulation == 1
+            self.unfit = f"the batch is a list of {len(example_batch)} that are no tensors" if listed else in_python(e)
+            self.parts, self.spec = batches.any_micro_batches(None, example_batch, config.accumulation), InputSpec((), ())
+        self.micro_batch, self.listed = self.parts[0], self.parts[0] is example_batch and type(example_batch) is list
         self.planner = Planner(config, self.programs, config.pipeline(peers.size, uses_momentum(optimizer)))
 
     def trainer(self) -> Trainer:
@@ -129,7 +138,9 @@ class _Build:
         self._agree_on_values()
         self.peers.groups.open()
         shapes = self._open_shapes()
-        source = captured_alike(lambda: self._source("program"), self.micro_batch, self.peers, self.captures)
+        share = lambda: self._source("program")  # noqa: E731
+        any_batch = bool(self.captures.any_batch)
+        source = share() if any_batch else captured_alike(share, self.micro_batch, self.peers, self.captures)
         source = self._within_device(source)
         built = self._built(source)
         self.captures.grows = False
@@ -165,6 +176,7 @@ class _Build:
             model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, programs=self.programs, built=built,
             spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, shapes=shapes,
         )  # fmt: skip
+        run.listed = self.listed
         run.left_out = {self.names[p]: n for p, n in (behind or {}).items()}
         self._lay_by(run)
         return Trainer(run, self.captures, self.planner)
@@ -187,30 +199,44 @@ class _Build:
             },
             "optimizer": {"class": name_of(self.optimizer), "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]},
         }  # fmt: skip
-        everyone = self.peers.exchange("compile", mine | {"name": device_name(self.peers.device)})
-        names = [other.pop("name") for other in everyone]
+        everyone = self.peers.exchange("compile", mine | {"name": device_name(self.peers.device), "unfit": self.unfit})
+        names, unfit = ([other.pop(key) for other in everyone] for key in ("name", "unfit"))
         if shared := [r for r, name in enumerate(names) if name and names.count(name) > 1]:
             same = [r for r in shared if names[r] == names[shared[0]]]
             raise PeerError(
                 f"{ranks_text(same)} have one device, {self.peers.device.type} {names[same[0]]}; start no more ranks on a host than it has "
                 f"devices (rank {self.peers.rank} sees {torch.accelerator.device_count()}), each with its own, by LOCAL_RANK or model.to"
             )
+        if self.captures.may_run_whole:
+            apart = first_difference([other["batch entry"] for other in everyone])
+            if apart is not None or any(unfit):
+                other, name, theirs, ours = apart or ([], "", "", "")
+                said = f"batch entry '{name}' is {theirs} on {ranks_text(other)} and {ours} on rank 0" if other else ""
+                self._take_any(next((why for why in unfit if why), said))
+                mine.pop("batch entry")
         for kind in mine:
             found = first_difference([other[kind] for other in everyone])
             if found is None:
                 continue
             differing, name, theirs, ours = found
-            advice = ' (mode="eager" takes other batches on each rank)' if kind == "batch entry" else ""
+            advice = ' (fullgraph=False or mode="eager" takes other batches on each rank)' if kind == "batch entry" else ""
             raise PeerError(
                 f"{ranks_text(differing)} {'differ' if len(differing) > 1 else 'differs'} from rank 0: {kind} '{name}' is "
                 f"{theirs} there and {ours} on rank 0; every rank must compile the same{advice}",
                 differing[0],
             )
 
+    def _take_any(self, why: str) -> None:
+        """The first program takes any batch."""
+        self.spec, self.captures.any_batch = InputSpec((), ()), why
+        if self.config.pad:
+            raise ConfigError(f"Config(pad, shapes) is for batches that a program takes, and these are none: {why}")
+        log.warning("all of the model and its loss runs in Python, as Config(fullgraph=False) has it: %s", why)
+
     def _agree_on_values(self) -> None:
         """What is no tensor, in the batch and around the model, may differ between ranks where that is an input of the program or nobody
         reads it. Error: elsewhere."""
-        if self.peers.size == 1 or self.config.mode == "eager":
+        if self.peers.size == 1 or self.config.mode == "eager" or self.captures.any_batch:
             return
         self.differ, free = agree_on_batch(self.spec, self.micro_batch, self.peers, self.captures)
         self.parts = [with_numbers(part, self.differ) for part in self.parts]
@@ -285,7 +311,7 @@ class _Build:
         if self.config.mode == "eager":
             return eager_text(self.model, self.tensors, self.optimizer, used), {}
         try:
-            return self.captures.text(self.micro_batch)
+            return self.captures.training_text(self.micro_batch)
         except CaptureError as e:
             if self.differ:
                 raise InterlaceError(no_input(next(iter(self.differ)), e)) from e

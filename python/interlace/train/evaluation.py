@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture.any_batch import ANY
 from interlace.capture.inputs import InputSpec, Path, differing, numbers_in, on_device, path_name, with_numbers
 from interlace.capture.loss import outputs_of
 from interlace.capture.model_tensors import collect
@@ -27,11 +28,12 @@ from interlace.capture.opaque import TOLD
 from interlace.capture.program import default_loss
 from interlace.capture.watch import Watch
 from interlace.capture.ways import other_way, ways_of
-from interlace.compiling.captures import Captures
+from interlace.compiling.captures import Captures, autocast_of
 from interlace.compiling.planner import Planner, check_stages
 from interlace.compiling.programs import Built, Made, ProgramError, Source, state_name, step_states
 from interlace.config.schedule import for_stage, items, pass_name
 from interlace.dist.peers import PeerError, first_difference, ranks_text
+from interlace.errors import CaptureError
 from interlace.train import batch as batches
 from interlace.train.agreement import captured_alike
 from interlace.train.batch import describe
@@ -42,8 +44,14 @@ from interlace.train.run import Run, gathered, shared_capture
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
 # What decides units and states; the others say when things move in a step.
+MANY_FORMS = 8  # that are captured with fullgraph=False; others are evaluated in Python
+UNCAPTURED = "cannot be captured"
 MANY_WAYS = 8  # programs for the ways of batches of one shape
 STRUCTURE = ("canonicalize", "mesh", "borders", "tensor", "precision", "pipeline", "shard", "replicate", "zero1", "update")
+
+
+class Uncaptured(CaptureError):
+    """An evaluation that may run in Python."""
 
 
 @contextlib.contextmanager
@@ -68,6 +76,9 @@ class Evaluation:
         self._undecided: set[str] = set()  # as in Captures
         self._calls = self._forgotten = 0
         self._numbers: dict[Path, torch.dtype] = {}  # of batches, that are inputs
+        self._in_python: set[str] = set()  # forms that cannot be captured
+        self._met: set[str] = set()
+        self._asked = 0
         self.settle: Callable[[], None] = lambda: None
         self._rewriting = Rewriting(run)
 
@@ -82,6 +93,8 @@ class Evaluation:
         loss_fn = loss_fn or self.captures.loss_fn
         if isinstance(run.runner, EagerRunner):
             return self._run_eager(run.runner, batch, loss_fn)
+        if self.captures.may_run_whole and self._unfit(batch, loss_fn):
+            return self._run_python(batch, loss_fn)
         if run.shapes is not None and run.shapes.rounds and loss_fn is self.captures.loss_fn:
             batch = run.shapes.filled([batch], run.shapes.choose([batch]))[0]
         self._numbers |= run.spec.numbers()
@@ -100,7 +113,13 @@ class Evaluation:
         kept[:] = [ready for ready in kept if not ready.stale()]
         while (ready := self._fitting(kept, inputs)) is None:
             run.check_same_batch(f"batch of evaluation {self._calls}", inputs, evaluates=True)
-            made = self._build(batch, loss_fn)
+            try:
+                made = self._build(batch, loss_fn)
+            except (Uncaptured, ProgramError):  # a program of parameters that training has no gradients of, say
+                if not self.captures.may_run_whole:
+                    raise
+                self._in_python.add(self._form(batch, loss_fn))
+                return self._run_python(batch, loss_fn)
             if isinstance(made, str):
                 return made
             kept.append(made)
@@ -114,12 +133,49 @@ class Evaluation:
         self._rewriting.before(ready.built.ir, inputs)
         if ready.afar:
             run.share_buffers(ready.afar)
-        result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
+        result = ready.built.executor.step(inputs, run.hyper.idle(ready.built.ir), run.steps)
         run.share_outputs(ready.built.states, result, 1)
         ready.bring_back(run.ir)
         if TOLD in result["outputs"]:
             self.settle()
         return {name: values[0] for name, values in result["outputs"].items() if name != TOLD}
+
+    def _unfit(self, batch: Any, loss_fn: LossFn | None) -> bool:
+        """Whether a batch of whatever form is evaluated in Python. Every rank must call it."""
+        self._asked += 1
+        form = self._form(batch, loss_fn)
+        everyone = self.run.peers.exchange(f"form of evaluation {self._asked}", form.partition(" ")[2])
+        if not form or form in self._in_python or any(theirs != everyone[0] for theirs in everyone):
+            return True
+        if len(self._met) < MANY_FORMS:
+            self._met.add(form)
+        return form not in self._met
+
+    def _form(self, batch: Any, loss_fn: LossFn | None) -> str:
+        """Empty: a program takes none such."""
+        try:
+            spec = dataclasses.replace(InputSpec.of(batch), free=self.run.spec.free)
+        except CaptureError:
+            return ""
+        shapes = self.run.shapes
+        varies = shapes.pad if shapes is not None and shapes.rounds and loss_fn is self.captures.loss_fn else ()
+        tensors = [(t.name, t.dtype, len(t.shape) if t.name in varies else t.shape) for t in spec.tensors]
+        return f"{id(loss_fn)} {tensors} {[(p, x) for p, x in spec.fixed() if type(x) not in (int, float)]}"
+
+    def _run_python(self, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor]:
+        """In Python on the whole parameters; buffers are as they were afterwards."""
+        run, table = self.run, self.run.programs.opaque
+        call = table.calls.get(ANY) if table is not None else None
+        dtype = call.autocast if call is not None else autocast_of(self.captures, run.peers.device.type)
+        region = contextlib.nullcontext() if dtype is None else torch.autocast(run.peers.device.type, dtype)
+        runner = EagerRunner(run.model, loss_fn, run.executor, run.states, run.peers, [], run.config.seed, run.config.rng)
+        saved = [(b, b.clone()) for b in run.model.buffers()]
+        try:
+            with region:
+                return self._run_eager(runner, batch, loss_fn)
+        finally:
+            for b, value in saved:
+                b.copy_(value)
 
     def _fitting(self, kept: list[_Ready], inputs: list[list[Tensor]]) -> _Ready | None:
         """The first that was made for the ways that this batch takes, on all ranks. Every rank must call it."""
@@ -131,6 +187,7 @@ class Evaluation:
     def forget(self) -> None:
         """The executors hold the connections of the ranks, and the states of the program that ran when they were made."""
         self._built.clear()
+        self._met.clear()
         self._forgotten += 1
 
     def _agree(self, spec: InputSpec) -> dict[Path, torch.dtype]:
@@ -164,7 +221,12 @@ class Evaluation:
         captures.undecided |= self._undecided
 
         def make() -> Source:
-            text, constants = captures.text(batch)
+            try:
+                text, constants = captures.text(batch)
+            except CaptureError as e:
+                if not captures.may_run_whole:
+                    raise
+                return Source("", [{UNCAPTURED: str(e)}])
             made: dict[int, Made] = {}
             for stage in self.planner.stages_in_order():
                 known = (Source(program.print()) for program, _ in made.values())
@@ -177,6 +239,8 @@ class Evaluation:
         with gathered(run, captures), in_eval_mode(run.model):
             share = lambda: shared_capture(run, captures, f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
             source = captured_alike(share, batch, run.peers, captures)
+        if source.reports and UNCAPTURED in source.reports[0]:
+            raise Uncaptured(source.reports[0][UNCAPTURED])
         problem = programs.over_limit(programs.parse(source), run.ir)
         if run.config.stage_ranks > 1 and run.config.memory_limit is not None:  # each has its own program
             everyone = run.peers.exchange(f"room of evaluation {self._calls}", problem)

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from interlace.capture.effects import begins
+from interlace.capture.in_python import takes_any
 from interlace.capture.inputs import InputSpec, Path, differing, no_input, numbers_in, path_name, wider, with_numbers
 from interlace.capture.opaque import LOSS, TAIL, TOLD
 from interlace.capture.reach import MISSING
@@ -42,6 +43,7 @@ from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
 from interlace.train.agreement import content
+from interlace.train.changes import Form, alike, may_be_input, pairs, said, whole_inputs, within, within_place
 from interlace.train.evaluation import Evaluation
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run, gathered, shared_capture
@@ -53,31 +55,6 @@ KEPT = 8  # programs of other states of the model
 MANY_FORMS = 4  # of a batch, when another way is said
 SIZES = "give all ranks the same sizes, or say with Config(pad={...}) what fills each entry up that differs"
 NUMBERS = 2  # times that a number or size of another value is worth a capture
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """Of a micro-batch that the program does not take, and why not. `numbers`: beside the tensors, which have changed, with the dtypes that
-    stand for them; `differ`: whether they do between ranks."""
-
-    spec: InputSpec
-    why: str
-    numbers: dict[Path, torch.dtype]
-    differ: bool
-
-
-def _alike(before: InputSpec, after: InputSpec) -> bool:
-    """Whether batches of both forms may be one loop's: sizes, lengths of lists, numbers and texts may differ, and None stand for a tensor.
-    Entries that are missing or new or another dtype are mistakes more often."""
-    was, now = ({**{t.path: t.dtype for t in spec.tensors}, **dict(spec.fixed())} for spec in (before, after))
-    if {path for path in was if not any(type(p) is int for p in path)} ^ {path for path in now if not any(type(p) is int for p in path)}:
-        return False
-    for path in was.keys() & now.keys():
-        one, other = was[path], now[path]
-        numbers = all(type(x) in (int, float, bool) for x in (one, other)) or type(one) is type(other) is str
-        if not (numbers or one is None or other is None or (type(one) is type(other) and one == other)):
-            return False
-    return True
 
 
 class Follow:
@@ -126,17 +103,19 @@ class Follow:
             return
         self._refuse(changes)
         rest = [c for c in changes if not self._write(c)]
+        if self.captures.any_batch:
+            return  # the model's own Python reads them; the program that comes back will find them
         self.values.written = {id(c.after) for c in rest if c.kind == "tensor"}
         if rest:
             self._agree(rest)
         if rest or form is not None:
-            numbers = {c.where for c in rest if all(type(x) in (int, float) for x in (c.before, c.after)) and _may_be_input(c.where)}
+            numbers = {c.where for c in rest if all(type(x) in (int, float) for x in (c.before, c.after)) and may_be_input(c.where)}
             before, spec = self._key(self.watch), self.run.spec
             self._look(lend=False)
             try:
                 if form is not None:
                     self.run.spec = form.spec
-                why = _said(rest) if form is None else f"{_said(rest)}, and {form.why}" if rest else form.why
+                why = said(rest) if form is None else f"{said(rest)}, and {form.why}" if rest else form.why
                 self._again(why, before, batch, numbers, form=form)
             except BaseException:
                 self.run.spec = spec
@@ -182,15 +161,18 @@ class Follow:
         except CaptureError:
             raise error from None
         self._free(spec, parts[0], error)
+        fits = True
         try:
             run.inputs(batch)
-            return batch
         except CaptureError as e:
-            error = e
+            fits, error = False, e
+        if not self._anywhere(not fits):
+            return batch
         spec, *others = (dataclasses.replace(s, free=run.spec.free) for s in (spec, *others))
-        if not _alike(run.spec, spec) or any((other.tensors, other.fixed()) != (spec.tensors, spec.fixed()) for other in others):
+        unlike = any((other.tensors, other.fixed()) != (spec.tensors, spec.fixed()) for other in others)
+        if self._anywhere(unlike or not alike(run.spec, spec)):
             raise error
-        before, after = dict(run.spec.fixed()), numbers_in(spec)
+        before, after = dict(run.spec.fixed()) | whole_inputs(run.spec), numbers_in(spec)
         changed = {p: wider(x, before[p]) for p, x in after.items() if type(before.get(p)) in (int, float) and repr(x) != repr(before[p])}
         differ = self._agree_on_form(spec, error)
         if any(type(x) is str and before[path] != x for path, x in spec.fixed() if type(before.get(path)) is str):
@@ -218,6 +200,10 @@ class Follow:
         self._read |= some - free
         run.spec = dataclasses.replace(run.spec, free=run.spec.free | free)
 
+    def _anywhere(self, found: bool) -> bool:
+        """Whether it is so on any rank, where all of them ask; else here."""
+        return bool(self.run.peers.groups.largest([int(found)])[0]) if self.captures.may_run_whole else found
+
     def _exchange(self, what: str, mine: Any, error: CaptureError) -> list[Any]:
         peers = self.run.peers
         try:
@@ -234,7 +220,7 @@ class Follow:
         found = first_difference([form for form, _ in everyone]) or first_difference([dict.fromkeys(names, "") for _, names in everyone])
         if found is not None:
             other, name, theirs, ours = found
-            raise InterlaceError(
+            raise CaptureError(
                 f"batch entry {name} is {theirs} on {ranks_text(other)} and {ours} on rank 0 before step {run.steps}; {SIZES}"
             )
         return differing([names for _, names in everyone], numbers)
@@ -251,7 +237,7 @@ class Follow:
         changes = self.watch.moved() if paths else []
         if changes and paths == {TOLD}:
             self._settle()
-        elif changes and (paths & {"", LOSS, TAIL} or all(_within(c.owner, paths) for c in changes)):
+        elif changes and (paths & {"", LOSS, TAIL} or all(within(c.owner, paths) for c in changes)):
             self._look()
 
     def _settle(self) -> None:
@@ -318,12 +304,12 @@ class Follow:
                 return False
             storage.fill_(c.after)
             return True
-        pairs = _pairs(c.before, c.after)
-        alike = all(isinstance(a, Tensor) and isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape) for _, a, b in pairs)
-        names = [buffer_name(c.where if key is None else f"{c.where}[{key}]", c.owner) for key, _, _ in pairs]
-        if not pairs or not alike or not buffers.keys() >= set(names):
+        found = pairs(c.before, c.after)
+        same = all(isinstance(a, Tensor) and isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape) for _, a, b in found)
+        names = [buffer_name(c.where if key is None else f"{c.where}[{key}]", c.owner) for key, _, _ in found]
+        if not found or not same or not buffers.keys() >= set(names):
             return False
-        for name, (_, _, after) in zip(names, pairs, strict=True):
+        for name, (_, _, after) in zip(names, found, strict=True):
             if name not in self.watch.outside:  # else values.take does
                 self.run.executor.tensor(buffers[name]).copy_(after.detach())
         if c.kind == "buffer" and c.owner is not None:
@@ -344,7 +330,7 @@ class Follow:
         try:
             everyone = peers.exchange(f"changes before step {run.steps}", mine, run.steps)
         except PeerError as e:
-            raise PeerError(f"{e}; rank {peers.rank} asked because {_said(changes)}; every rank must change the same", e.rank) from e
+            raise PeerError(f"{e}; rank {peers.rank} asked because {said(changes)}; every rank must change the same", e.rank) from e
         found = first_difference(everyone)
         if found is not None:
             other, wrong, _, _ = found
@@ -368,7 +354,7 @@ class Follow:
             stale = programs.regions.stale(found.source.waits) or any(way["at"] in self.captures.undecided for way in known)
             if same and fits and other == key and stage == run.stage and not stale:
                 found = programs.again_beside(found, run.executor, run.ir)
-                self._programs[before] = (self._running(), run.stage)
+                self._keep(before, self._running())
                 self._use(found)
                 return self.values.fill()
         if place is not None:
@@ -376,7 +362,7 @@ class Follow:
         log.warning("step %d: compiling again, because %s", run.steps, why)
         inputs = run.spec.numbers()
         micro_batch = with_numbers(run.example(batch), inputs)
-        trained = self._trained()
+        trained = self.trained()
         self.captures.trained |= trained
 
         def make() -> Source:
@@ -391,14 +377,10 @@ class Follow:
             try:
                 built = programs.build_beside(source, run.executor, run.ir)
             except ProgramError:  # other parameters have gradients now
-                self._programs.clear()
                 self.frozen.rebuild(source)
-                for name in self._trained() - trained:  # as in torch.optim they begin now
-                    run.left_out[name] = run.hyper.steps[run.states.parameters[name].group or 0]
+                self.began(trained)
             else:
-                if len(self._programs) >= KEPT:
-                    self._programs.pop(next(iter(self._programs)))
-                self._programs[before] = (running, run.stage)
+                self._keep(before, running)
                 self._use(built)
         if form is not None:  # which of them have become inputs
             named = {i["name"] for i in run.ir.inputs()}
@@ -420,7 +402,7 @@ class Follow:
             try:
                 return self._text(with_numbers(micro_batch, form.numbers), numbers)
             except CaptureError as e:
-                if form.differ:
+                if form.differ and not self.captures.may_run_whole:
                     raise InterlaceError(no_input(next(iter(form.numbers)), e)) from e
         if numbers:
             known = set(self.captures.numbers)
@@ -428,9 +410,32 @@ class Follow:
             with contextlib.suppress(CaptureError):
                 return self.captures.text(micro_batch)
             self.captures.numbers = known
-        return self.captures.text(micro_batch)
+        if form is not None and form.differ:  # no number is that of all ranks
+            self.captures.any_batch = "numbers beside the tensors differ between ranks"
+        return self.captures.training_text(micro_batch)
 
-    def _trained(self) -> set[str]:
+    def began(self, trained: set[str]) -> None:
+        """Other parameters than these have gradients in a program of other units: as in torch.optim they begin now."""
+        self._programs.clear()
+        for name in self.trained() - trained:
+            self.run.left_out[name] = self.run.hyper.steps[self.run.states.parameters[name].group or 0]
+
+    def _keep(self, key: tuple[str, str], built: Built) -> None:
+        """A program that runs no more, for states that come back."""
+        if takes_any(built.source.text):
+            return
+        if len(self._programs) >= KEPT:
+            self._programs.pop(next(iter(self._programs)))
+        self._programs[key] = built, self.run.stage
+
+    def capture(self, why: str, batch: Any) -> None:
+        """The program of the model as it is, for a batch of the form that run.spec has."""
+        self._look(lend=False)
+        self._again(why, self._key(self.watch), batch, set())
+        self._look()
+        self.values.take()
+
+    def trained(self) -> set[str]:
         """The parameters that the running program gives gradients to."""
         idle = json.loads(self.run.ir.meta().get("idle", "[]"))
         return {name for name, p in self.run.states.parameters.items() if p.group is not None and p.unit is not None}.difference(idle)
@@ -451,40 +456,7 @@ class Follow:
     def _key(self, watch: Watch) -> str:
         """Of all that is watched but what programs read from buffers."""
         numbers, kinds = self.captures.numbers, {where: type(x).__name__ for where, x in watch.numbers().items()}
-        kept = [(where, value) for where, value in watch.state() if not _within_place(where, self._told)]
+        kept = [(where, value) for where, value in watch.state() if not within_place(where, self._told)]
         state = "\n".join(f"{where}={kinds.get(where) if where in numbers else value}" for where, value in kept)
         state += repr((self.run.spec.tensors, self.run.spec.fixed()))
         return hashlib.sha256(state.encode()).hexdigest()
-
-
-def _pairs(before: Any, after: Any) -> list[tuple[Any, Any, Any]]:
-    """(key, value before, value after) of what is another object, or was written, in a place or a list or tuple there."""
-    if not isinstance(before, (list, tuple)):
-        return [(None, before, after)]
-    if type(before) is not type(after) or len(before) != len(after):
-        return []
-    return [(i, x, y) for i, (x, y) in enumerate(zip(before, after, strict=True)) if x is not y]
-
-
-def _within_place(where: str, places: set[str]) -> bool:
-    """Whether a place is one of these, or in what one of them holds."""
-    return bool(places) and (where in places or any(where.startswith(f"{place}[") for place in places))
-
-
-def _within(owner: str | None, paths: set[str]) -> bool:
-    return owner is not None and any(owner == path or owner.startswith(f"{path}.") for path in paths)
-
-
-def _may_be_input(where: str) -> bool:
-    """Not a probability of dropout, which is no operand of an op; those have their own way through the cache."""
-    return "drop" not in where.lower() and not where.startswith("'p' of")
-
-
-def _said(changes: list[Change]) -> str:
-    parts = []
-    for c in changes[:3]:
-        now = "is gone" if c.after is MISSING else "was written" if c.kind == "tensor" else f"is {describe(c.after)} now"
-        before = "" if c.kind == "tensor" or c.before is MISSING else f" and was {describe(c.before)}"
-        parts.append(f"{c.where} {now}{before}")
-    more = f" (and {len(changes) - 3} more changes)" if len(changes) > 3 else ""
-    return ", ".join(parts) + more

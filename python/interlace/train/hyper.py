@@ -100,10 +100,22 @@ class Hyper:
         if self.added:  # in mode="eager", or for an evaluation before the next step
             self._refuse_groups()
         for piloted in self._piloted:
-            piloted.step = piloted.pilot.step()
+            try:
+                piloted.step = piloted.pilot.step()
+            except InterlaceError:
+                raise
+            except Exception as e:  # its own: in the mode of evaluations, say
+                raise InterlaceError(f"step() of {type(piloted.pilot.optimizer).__name__} fails: {e}") from e
         rows = [self._row(i, group, kind) for i, (group, kind) in enumerate(zip(self.optimizer.param_groups, self._kinds, strict=True))]
         behind = [row for i in self._words for row in self._of_whole(i)[1:]]
         return rows + [self._padded(len(rows) + i, row) for i, row in enumerate(behind)]
+
+    def idle(self, program: Any) -> list[list[float]]:
+        """Those of a program that makes no step, in which an optimizer's own Python may have none (optimizer.eval())."""
+        if self.added:
+            self._refuse_groups()
+        rules = program.rules()
+        return [[1.0] * 7 if g["rule"] is None else [0.0] * rules[g["rule"]]["row"] for g in program.groups()]
 
     def _of_whole(self, i: int) -> list[list[float]]:
         return WHOLE[self._kinds[i]].numbers(self.optimizer.param_groups[i], self.steps[i] + 1)

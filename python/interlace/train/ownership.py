@@ -4,6 +4,7 @@
     optimizer.state_dict()        one rank: the trainer's; several: error, trainer.optimizer_state_dict() gathers it on every rank
     optimizer.load_state_dict(s)  goes into the trainer, on every rank alike
     optimizer.state.clear()       begins the states anew, at the next step, on every rank alike; so does another empty dict in its place
+    optimizer.train(), .eval()    of schedule-free optimizers, on what the trainer has (modes.py)
     loss.backward()               warning, once: these gradients are not the trainer's
 
 Everything is taken off when the trainer closes.
@@ -27,6 +28,7 @@ from interlace.errors import InterlaceError
 from interlace.train import state_dicts
 from interlace.train.hyper import OWN_COUNTS
 from interlace.train.laid_by import LaidBy, as_scalars, states_of
+from interlace.train.modes import Modes, has_modes
 from interlace.train.own_steps import WholeLoads
 from interlace.train.run import Run
 
@@ -51,6 +53,8 @@ class Ownership:
         self._warned = False
         self._handles: list[Any] = []
         for optimizer in members_of(run.optimizer):
+            if has_modes(optimizer):
+                self._handles.append(Modes(run, optimizer))
             if runs_itself(optimizer):
                 self._handles.append(WholeLoads(run, optimizer))
             if runs_itself(optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):

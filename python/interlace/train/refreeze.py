@@ -43,6 +43,7 @@ class Frozen:
         self._flags, self._marks = [p.requires_grad for p in self._tensors], _runtime.marks(self._tensors)
         if run.shapes is not None:
             run.shapes.as_running = self.as_running
+        self.rebuilt = 0  # how often units have changed
         self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
     def follow(self, batch: Any) -> None:
@@ -144,7 +145,7 @@ class Frozen:
         run = self.run
 
         def make() -> Source:
-            text, constants = self.captures.text(micro_batch)
+            text, constants = self.captures.training_text(micro_batch)
             try:
                 return self.planner.source(text, run.planned_passes, constants, run.limit)
             except ProgramError:
@@ -157,7 +158,7 @@ class Frozen:
     def rebuild(self, source: Source) -> None:
         """Goes on with a program of other units, on copies of the values."""
         run, programs = self.run, self.planner.programs
-        self.recompiled = True
+        self.recompiled, self.rebuilt = True, self.rebuilt + 1
         programs.compare_digests(source)
         run.flush()
         built = programs.build(source, run.executor, take_states=False)

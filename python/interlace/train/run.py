@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from interlace.capture.groups import is_rule, kind_of
-from interlace.capture.inputs import InputSpec
+from interlace.capture.in_python import takes_any
+from interlace.capture.inputs import InputSpec, on_device
 from interlace.capture.model_tensors import collect
 from interlace.capture.opaque import TOLD
 from interlace.checkpoint.optimizer import STATE_NAMES
@@ -76,6 +77,7 @@ class Run:
         self.skipped = False
         self.left_out: dict[str, int] = {}  # steps that a parameter has made fewer than its group, without a gradient
         self.laid_by: dict[str, LaidBy] = {}
+        self.listed = False  # the example batch was a list, as one batch
         self.stage = stage_at(config.schedule, 0)  # entry of the schedule
         self.limit: int | None = None  # bytes that plans keep to, where other programs have left less than memory_limit
         self.save: Save | None = None  # under way
@@ -95,6 +97,7 @@ class Run:
         """From now on this program runs."""
         built.source.constants = {}  # they are in the executor's buffers by now
         self.program, self.passes = built.source.text, built.source.reports
+        self.takes_any = takes_any(self.program)
         self.source, self.ir, self.executor, self.states = built.source, built.ir, built.executor, built.states
         self.loss_scale.attach(built.ir, built.executor)
         self.hyper.attach(built.ir)
@@ -102,7 +105,7 @@ class Run:
             for t in collect(self.model):
                 if t.kind == "param" and built.states.resident(t.name) is None:
                     release(t.real)
-        if self.shapes is not None:
+        if self.shapes is not None and not self.takes_any:
             self.shapes.current.built = built
         if self.config.regions != "off":
             self.regions_table = self._regions_table()
@@ -163,6 +166,18 @@ class Run:
         if self.save is not None:
             self.save.wait_staged()
 
+    def all_here(self, call: str) -> None:
+        """Error, where a rank does not make this call: it goes on to its next step, or ends, and would be waited for in vain."""
+        if self.world_size == 1:
+            return
+        with self.peers.guard():
+            try:
+                self.peers.exchange(f"{call} at step {self.steps}", None, self.steps)
+            except PeerError as e:
+                if " lost: " in str(e):
+                    raise PeerError(f"{e} (if its script has come to its end: every rank must call {call})", e.rank) from e
+                raise PeerError(f"{e}; every rank must call {call}: it is no call for `if rank == 0:`", e.rank) from e
+
     def agree(self, what: str, check: Callable[[], Callable[[], None]], error: type[InterlaceError] = CheckpointError) -> Callable[[], None]:
         """Runs check() on every rank; if it fails on any, all raise that error and nothing has changed."""
         problem, action = None, None
@@ -201,14 +216,31 @@ class Run:
 
     def inputs(self, batch: Any) -> Any:
         """A step's batch as the runner takes it; with several shapes, the program of the one that holds it runs from now on."""
+        if self.takes_any:
+            return self._beside(batch)
         if self.shapes is not None:
             parts = self.shapes.switch(self, batch)
+            if self.takes_any:  # it could not be captured
+                return self._beside(batch)
         else:
             parts = batches.micro_batches(self.spec, batch, self.config.accumulation)
         return parts if self.config.mode == "eager" else batches.flatten(self.spec, parts, self.peers.device)
 
+    def _beside(self, batch: Any) -> list[list[Tensor]]:
+        """Of a program that takes any batch: the numbers of the micro-batches, which lie where it looks for them."""
+        table = self.programs.opaque
+        assert table is not None
+        table.given[:] = [on_device(part, self.peers.device) for part in self._any_parts(batch)]
+        table.outputs.clear()
+        return [[torch.tensor(i, device=self.peers.device)] for i in range(len(table.given))]
+
+    def _any_parts(self, batch: Any) -> list[Any]:
+        return batches.any_micro_batches(self.spec, batch, self.config.accumulation, self.listed)
+
     def example(self, batch: Any) -> Any:
         """A micro-batch of a step, as the program takes it."""
+        if self.takes_any:
+            return self._any_parts(batch)[0]
         parts = batches.micro_batches(self.spec if self.shapes is None else None, batch, self.config.accumulation)
         return parts[0] if self.shapes is None else self.shapes.filled(parts, self.shapes.current)[0]
 
@@ -264,11 +296,11 @@ class Run:
     @property
     def program_stage(self) -> int:
         """The entry of the schedule that the current shape's program was made for."""
-        return self.stage if self.shapes is None else self.shapes.current.stage
+        return self.stage if self.shapes is None or self.takes_any else self.shapes.current.stage
 
     def made_for_stage(self) -> None:
         """The current shape's program is that of the schedule's entry now."""
-        if self.shapes is not None:
+        if self.shapes is not None and not self.takes_any:
             self.shapes.current.stage = self.stage
 
     # ---- names of the optimizer's states ----
@@ -299,7 +331,12 @@ class Run:
                     storage.copy_(self.states.from_stage(stage, storage.clone()))
 
     def share_outputs(self, states: States, result: dict[str, Any], micro_batches: int) -> None:
-        """Of a pipeline: what any stage gave, on all ranks. Every rank must call it."""
+        """Of a pipeline: what any stage gave, on all ranks. Every rank must call it. Of a program that takes any batch, what its loss
+        function gave."""
+        if self.takes_any and self.programs.opaque is not None:
+            given = [self.programs.opaque.outputs[i] for i in range(micro_batches)]
+            names = [n for n in given[0] if n != "loss" and all(n in one for one in given)]
+            result["outputs"] |= {n: [one[n] for one in given] for n in names}
         if states.stages == 1:
             return
         mine, outputs = result["outputs"], {}

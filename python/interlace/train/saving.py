@@ -22,7 +22,6 @@ from interlace.checkpoint.scheduler import SCHEDULER, scheduler_text
 from interlace.checkpoint.tensor_file import CHUNK, CheckpointError, Entry, Layout
 from interlace.compiling.states import WEIGHT, Parameter, Unit
 from interlace.dist import sealed
-from interlace.dist.peers import PeerError
 from interlace.private import mark
 from interlace.train import generators
 from interlace.train.laid_by import LaidBy, share
@@ -54,7 +53,7 @@ class Saving:
             extra = {**extra, SCHEDULER: scheduler_text(scheduler)}
         extra = {**extra, **own_states(self._run.optimizer)}
         self.finish()
-        self._all_here()
+        self._run.all_here("trainer.save")
         self._run.flush()
         begin, cpu = time.monotonic(), time.thread_time()
         with self._run.peers.guard():
@@ -67,17 +66,6 @@ class Saving:
             self._run.save.wait_staged()
         if wait:
             self.finish()
-
-    def _all_here(self) -> None:
-        """Error, where a rank does not save: it goes on to its next step, or ends, and would be waited for in vain."""
-        with self._run.peers.guard():
-            what = f"trainer.save at step {self._run.steps}"
-            try:
-                self._run.peers.exchange(what, None)
-            except PeerError as e:
-                if " lost: " in str(e):
-                    raise
-                raise PeerError(f"{e}; every rank must call trainer.save: it is no call for `if rank == 0:`", e.rank) from e
 
     def finish(self) -> None:
         """Waits for the save under way, if there is one."""

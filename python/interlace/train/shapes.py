@@ -84,7 +84,7 @@ class Shapes:
         self._parts = batches.micro_batches(None, batch, self.accumulation)
         bucket = self.choose(self._parts)
         filled = self.filled(self._parts, bucket)
-        if bucket is self.current:
+        if bucket is self.current and bucket.built is not None and bucket.built.executor is run.executor:
             return filled
         run.flush()
         if bucket.built is None or self.planner.programs.regions.stale(bucket.built.source.waits):
@@ -105,7 +105,7 @@ class Shapes:
         programs = self.planner.programs
 
         def make() -> Source:
-            text, constants = self.captures.text(micro_batch)
+            text, constants = self.captures.training_text(micro_batch)
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
         log.info("step %d: compiling for %s", run.steps, bucket.describe())
@@ -176,6 +176,18 @@ class Shapes:
                     return found, f"batch entry '{name}' has {len(shape)} dimensions, {known_of} {len(sizes)}"
                 found[name] = [max(a, int(b)) for a, b in zip(sizes, shape, strict=True)]
         return found, None
+
+    def unfit(self, specs: list[InputSpec], spec: InputSpec) -> str:
+        """Why no shape could be that of micro-batches of these forms; `spec`: of the program. Empty: one could."""
+        form = lambda s: [(t.name, t.dtype, len(t.shape) if t.name in self.pad else t.shape) for t in s.tensors]  # noqa: E731
+        for one in specs:
+            if form(one) != form(spec) or one.fixed() != spec.fixed():
+                listed = ", ".join(f"{t.name} {t.describe()}" for t in one.tensors)
+                return f"the batch has the entries {listed}, which are not those that were compiled for, filled up"
+            sizes = {t.name: list(map(int, t.shape)) for t in one.tensors if t.name in self.pad}
+            if not (self.rounds or self.open_ended or any(bucket.fits(sizes) for bucket in self.buckets)):
+                return f"no shape of Config.shapes holds {', '.join(f'{n} {size}' for n, size in sizes.items())}"
+        return ""
 
     def filled(self, parts: list[Any], bucket: Bucket) -> list[Any]:
         """Micro-batches filled up to the bucket's sizes, behind what is there in every dimension."""

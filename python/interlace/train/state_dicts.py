@@ -19,6 +19,7 @@ Tensor = torch.Tensor
 def state_dict(run: Run, all_ranks: bool = False) -> OrderedDict[str, Tensor]:
     """Trainer.state_dict."""
     run.check_open()
+    run.all_here("trainer.state_dict")
     run.flush()
     with run.peers.guard():
         values: dict[str, Tensor] = {}
@@ -40,6 +41,7 @@ def state_dict(run: Run, all_ranks: bool = False) -> OrderedDict[str, Tensor]:
 def optimizer_state_dict(run: Run, all_ranks: bool = False) -> dict[str, Any]:
     """Trainer.optimizer_state_dict."""
     run.check_open()
+    run.all_here("trainer.optimizer_state_dict")
     run.flush()
     index: dict[str, int] = {}
     groups = []

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from interlace.compiling.captures import in_python
 from interlace.errors import CaptureError, InterlaceError
 from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
+from interlace.train.any_form import AnyForm
 from interlace.train.diagnosis import Diagnosis, NonFiniteError
 from interlace.train.follow import Follow
 from interlace.train.loop import Loop
@@ -25,22 +27,27 @@ log = logging.getLogger("interlace")
 
 
 class Stepping:
-    """The steps of one trainer. `frozen` and `follow`: None in the eager mode, which looks at the model itself."""
+    """The steps of one trainer. `frozen`, `follow` and `any_form`: None in the eager mode, which looks at the model itself."""
 
-    def __init__(self, run: Run, loop: Loop, diagnosis: Diagnosis, frozen: Frozen | None, follow: Follow | None) -> None:
+    def __init__(
+        self, run: Run, loop: Loop, diagnosis: Diagnosis, frozen: Frozen | None, follow: Follow | None, any_form: AnyForm | None
+    ) -> None:  # fmt: skip
         self._run, self._loop, self._diagnosis, self._frozen = run, loop, diagnosis, frozen
-        self._follow = follow
+        self._follow, self._any_form = follow, any_form
         self._traced = self._compared = False
         self._unused = Unused(run)
         self._verify = Verify(run)
         self._rewriting = Rewriting(run)
         self._own = OwnSteps(run)
 
-    def inputs(self, batch: Any) -> Any:
-        """A batch as the runner takes it. The program is that of its form, and of what Python has changed, from now on."""
-        run = self._run
+    def inputs(self, batch: Any, python: bool = False) -> Any:
+        """A batch as the runner takes it. The program is that of its form, and of what Python has changed, from now on. `python`: one that
+        runs in Python."""
+        run, any_form = self._run, self._any_form
         run.check_open()
         with run.peers.guard():
+            if any_form is not None and any_form.choose(batch, python):
+                return self._beside(batch)
             if self._follow is not None:
                 batch = self._follow.numbered(batch)
             try:
@@ -48,8 +55,14 @@ class Stepping:
             except CaptureError as e:  # of another form than the program's
                 if self._follow is None or self._frozen is None:
                     raise
-                with self._frozen.as_running():  # what was frozen meanwhile is followed then
-                    batch = self._follow.other_form(batch, e)
+                try:
+                    with self._frozen.as_running():  # what was frozen meanwhile is followed then
+                        batch = self._follow.other_form(batch, e)
+                except CaptureError as why:
+                    if any_form is None or not any_form.may:
+                        raise
+                    any_form.enter(in_python(why))
+                    return self._beside(batch)
                 inputs = run.inputs(batch)
             if self._frozen is not None and self._follow is not None:
                 self._frozen.follow(batch)
@@ -58,8 +71,15 @@ class Stepping:
                 self._rewriting.before(run.ir, inputs)
         return inputs
 
-    def step(self, batch: Any) -> Tensor:
-        run, inputs = self._run, self.inputs(batch)
+    def _beside(self, batch: Any) -> Any:
+        """Of a program that takes any batch."""
+        assert self._frozen is not None and self._follow is not None
+        self._frozen.follow(batch)
+        self._follow.follow(batch)
+        return self._run.inputs(batch)
+
+    def step(self, batch: Any, python: bool = False) -> Tensor:
+        run, inputs = self._run, self.inputs(batch, python)
         if not self._compared:
             run.check_same_batch("the first batch", inputs)
             self._compared = True
@@ -98,7 +118,7 @@ class Stepping:
             self._unused.after_step(rows)
             if self._own.members and not run.skipped and (result["finite"] or run.norm is not None):
                 self._own.step(loss, lambda: run.runner.step(inputs, rows, run.steps), self._unused.now)
-        if self._follow is not None:
+        if self._follow is not None and not run.takes_any:
             self._follow.after_step()
         run.loss_scale.after_step(not run.skipped)
         skips = run.config.skip_nonfinite
@@ -110,7 +130,7 @@ class Stepping:
                     raise NonFiniteError(self._diagnosis.nonfinite_loss(inputs, loss, result))
             run.hyper.advance()
         run.hyper.after_step()
-        if run.shapes is not None:
+        if run.shapes is not None and not run.takes_any:
             run.shapes.note_step()
         run.steps += 1
         return loss

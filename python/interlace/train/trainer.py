@@ -16,6 +16,7 @@ from interlace.compiling.planner import Planner
 from interlace.errors import InterlaceError
 from interlace.observe.step_trace import TraceFiles
 from interlace.train import state_dicts
+from interlace.train.any_form import AnyForm
 from interlace.train.diagnosis import Diagnosis
 from interlace.train.evaluation import Evaluation
 from interlace.train.follow import Follow
@@ -64,7 +65,9 @@ class Trainer:
         self._diagnosis = Diagnosis(run)
         self._frozen = frozen = Frozen(run, captures, planner, self._evaluation) if run.config.mode == "compiled" else None
         self._follow = Follow(run, captures, planner, self._evaluation, frozen) if frozen is not None else None
-        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, self._follow)
+        some = frozen is not None and self._follow is not None and captures.can_run_whole
+        self._any_form = AnyForm(run, captures, planner, frozen, self._follow) if some else None  # type: ignore[arg-type]
+        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, self._follow, self._any_form)
         self._saving = Saving(run, self._loop)
         self._loading = Loading(run, self._saving, self._loop)
         self._ownership = Ownership(run)
@@ -73,16 +76,19 @@ class Trainer:
 
     # ---- training ----
 
-    def step(self, batch: Any) -> Tensor:
+    def step(self, batch: Any, *, python: bool = False) -> Tensor:
         """One optimizer step; gives the mean loss of this rank's micro-batches (0-dim, on the device).
 
         `batch` is this rank's part: a structure of tensors that is cut along dimension 0 into Config.accumulation micro-batches, or
-        a list of that many. One of another form than before is compiled when it comes (docs/loop.md). Errors: batches whose forms
-        differ between ranks or micro-batches, a value that is not finite (the parameters then stay as they were when clipping or
-        skip_nonfinite computes the norm), a rank that failed or was lost.
+        a list of that many. One of another form than before is compiled when it comes (docs/loop.md). `python`: this step's forward and
+        backward run in Python, on a batch of any form, which may be another one on each rank; every rank must say so. Errors: batches whose
+        forms differ between ranks or micro-batches (with Config(fullgraph=False) such steps run in Python by themselves), a value that is not
+        finite (the parameters then stay as they were when clipping or skip_nonfinite computes the norm), a rank that failed or was lost.
         """
         self._ownership.before_step()
-        return self._stepping.step(batch)
+        if python and self._any_form is None and self.config.mode == "compiled":
+            raise InterlaceError("step(python=True) needs a run without stages (axis pp), param_dtype (but autocast) and output_dtype")
+        return self._stepping.step(batch, python)
 
     def accept_any_shape(self) -> None:
         """From now on a batch of a shape that Config.shapes does not list is compiled when first met, instead of an error; ranks that
@@ -189,7 +195,7 @@ class Trainer:
             with trainer.whole_parameters():
                 ema.update_parameters(model)
         """
-        return whole_parameters(self._run, changes, all_ranks)
+        return whole_parameters(self._run, changes, all_ranks, "trainer.whole_parameters")
 
     def save_pretrained(self, folder: str | Path, **arguments: Any) -> None:
         """model.save_pretrained(folder, **arguments) of a Hugging Face or PEFT model with the values trained so far; rank 0 gathers and
@@ -333,6 +339,8 @@ class Trainer:
         self._evaluation.forget()
         if self._follow is not None:
             self._follow.forget()
+        if self._any_form is not None:
+            self._any_form.forget()
         if run.shapes is not None:
             run.shapes.forget()  # their executors hold the connections too
         run.drop()

@@ -29,9 +29,11 @@ _OF_SAVING = ("dtype", "architectures")  # of a Hugging Face config: save_pretra
 
 
 @contextlib.contextmanager
-def whole_parameters(run: Run, changes: bool, all_ranks: bool) -> Iterator[nn.Module]:
-    """Trainer.whole_parameters."""
+def whole_parameters(run: Run, changes: bool, all_ranks: bool, call: str = "") -> Iterator[nn.Module]:
+    """Trainer.whole_parameters. `call`: of the user, which a rank may have left out."""
     run.check_open()
+    if call:
+        run.all_here(call)
     run.flush()
     run.settle_save()
     own = {t.name: t.real for t in collect(run.model) if t.kind == "param"}
@@ -136,7 +138,7 @@ def save_pretrained(run: Run, folder: str | Path, arguments: dict[str, Any]) -> 
             f"{type(run.model).__name__} has no save_pretrained(), which models of Hugging Face and PEFT have; use trainer.save(folder), or "
             "trainer.state_dict() on every rank"
         )
-    with whole_parameters(run, changes=False, all_ranks=False):
+    with whole_parameters(run, changes=False, all_ranks=False, call="trainer.save_pretrained"):
         problem: str | None = None
         if run.rank == 0:
             try:
