@@ -6,6 +6,7 @@ import fcntl
 import gc
 import glob
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,24 @@ def test_two_ranks_keep_a_limit_in_every_step(tmp_path: Path, passes: list[str])
     for limit in (1_900_000, 2_200_000):
         for found in ranks.run(peaks, 2, str(tmp_path), limit, passes):
             assert max(found) <= limit + rounding, [limit - peak for peak in found]
+
+
+def inspected(tier: str, limit: int) -> list[tuple[float, float]]:
+    """The loss of each step's batch, as inspected before and as trained with."""
+    passes = ["reposition_update(share=1)", "overlap_update", "offload(cluster={cluster},limit={limit})"]
+    found = []
+    with compiled([], Path(tier), schedule=[(0, passes)], memory_limit=limit) as trainer:
+        assert re.search(r"reload.wait\(%(\d+)\) \{upd(?:.*\n)*?.* = gather.start\(%\1\)", trainer.program)
+        for _ in range(3):
+            ops = trainer.inspect(batch())["ops"]
+            loss = next(op["results"][0]["mean"] for op in ops if "nll_loss_forward" in op["text"])
+            found.append((loss, float(trainer.step(batch()))))
+    return found
+
+
+def test_an_inspection_waits_for_what_an_update_that_it_leaves_out_has_called_back(tmp_path: Path) -> None:
+    for found in ranks.run(inspected, 2, str(tmp_path), 1_400_000):
+        assert [loss for loss, _ in found] == pytest.approx([loss for _, loss in found], rel=1e-6)
 
 
 @pytest.mark.parametrize(
