@@ -211,6 +211,34 @@ def test_norms_with_statistics_keep_their_parameters(norm: nn.Module) -> None:
         assert trainer.evaluate(x)["loss"].item() == pytest.approx(narrow(x).item(), rel=5e-3)
 
 
+class WithTable(nn.Module):
+    """A buffer is added before a product, so that what is multiplied is as wide as the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.out = nn.Linear(8, 1, bias=False)
+        self.register_buffer("table", torch.linspace(0, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(x) + self.table)
+
+
+def test_products_of_several_dtypes_are_refused_by_line() -> None:
+    """Its first step failed, naming neither the setting nor a way."""
+    model = WithTable()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).float().square().mean()
+
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4)
+    said = r"test_precision.py:\d+: aten.mm takes operands of one dtype, and has float32 and bfloat16 .* in module 'out'.*=\"autocast\""
+    with pytest.raises(CaptureError, match=said):
+        interlace.compile(model, optimizer, loss, x, Config(cache="off", param_dtype="bfloat16"))
+    with interlace.compile(model, optimizer, loss, x, Config(cache="off", param_dtype="autocast")) as trainer:
+        assert trainer.step(x).isfinite()
+
+
 def test_nothing_to_cast() -> None:
     model = zoo.build("vit", torch.bfloat16)
     with pytest.raises(CaptureError, match="param_dtype=bfloat16 changes nothing"):

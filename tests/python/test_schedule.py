@@ -135,6 +135,11 @@ def test_wrong_schedules_are_refused(values: dict[str, Any], message: str) -> No
             "schedule, step 5, 'recompute(mod=full)': unknown option 'mod'; did you mean 'mode'?",
         ),
         (
+            {"schedule": [(0, ["fuse"])]},
+            "schedule, step 0, 'fuse': regions are made before the strategy: give Config(regions=\"on\") instead",
+        ),
+        ({"passes": "canonicalize,shrad(ranks=2),update"}, "passes: unknown pass 'shrad'; did you mean 'shard'?"),
+        (
             {"schedule": [(5, ["recompute(mode=full"])]},
             "schedule, step 5, 'recompute(mode=full': expected NAME or NAME(",
         ),

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
+from interlace.capture.check_ops import MixedDtypes
 from interlace.capture.device_casts import rules_of
 from interlace.capture.model_tensors import ModelTensor
 from interlace.capture.sites import Sites
@@ -63,6 +64,16 @@ class Casts:
         if self.loss_scale is None:
             return None
         return ModelTensor(LOSS_SCALE, torch.tensor(self.loss_scale), "plain", False)
+
+    def mixed(self, error: CaptureError) -> str:
+        """What to do where an operator has operands of several dtypes."""
+        if self.param is None or not isinstance(error, MixedDtypes):
+            return ""
+        name = str(self.param).removeprefix("torch.")
+        return (
+            f". With param_dtype={name} parameters and inputs of the model are {name}, and buffers are what they are (as in FSDP2): cast "
+            'what comes of a buffer to its neighbour\'s dtype (y.to(x.dtype)), or take param_dtype="autocast"'
+        )
 
     def parameters(self, model: nn.Module, tensors: list[ModelTensor], sites: Sites) -> dict[int, Tensor]:
         """What stands in for parameters, by id of the real one; each cast belongs to the first module that has it."""

@@ -11,6 +11,7 @@ factors of two (right for reshapes). An operator that cannot be run so is left u
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,11 +27,20 @@ from interlace.capture.tracing import without_log
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
-RIGHT, UNCHECKED = "right", "unchecked"
+RIGHT, UNCHECKED, MIXED = "right", "unchecked", "takes operands of one dtype"
+_ONE_DTYPE = re.compile(r"same dtype|type \(.*\) .*should be the same|expected scalar type \w+ but found")  # of products, convolutions
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _SMALL = 1 << 14  # elements of all operands of a call that is run at its own sizes
 _verdicts: dict[Any, str] = {}  # of a call: "right", "unchecked", or what is wrong
 _dtypes: dict[Any, tuple[torch.dtype | None, ...] | None] = {}  # of an operator's results, by what decides them
+
+
+class MixedDtypes(CaptureError):
+    """An operator whose operands must have one dtype has several, which its fake implementation does not mind."""
+
+    def __init__(self, func: OpOverload, dtypes: Iterable[torch.dtype]) -> None:
+        names = " and ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes if d.is_floating_point))
+        super().__init__(f"{op_name(func)} {MIXED}, and has {names} here: cast one, as eager steps would need it")
 
 
 def check_op_kinds(calls: Iterable[tuple[OpOverload, tuple, dict]]) -> None:
@@ -42,6 +52,8 @@ def check_op_kinds(calls: Iterable[tuple[OpOverload, tuple, dict]]) -> None:
             with without_log():
                 _verdicts[key] = _check(func, args, kwargs)
         wrong = _verdicts[key]
+        if wrong == MIXED:
+            raise MixedDtypes(func, dtypes_of(args))
         if wrong not in (RIGHT, UNCHECKED):
             raise CaptureError(
                 f"operator {op_name(func)} {wrong}, which its schema and its fake implementation do not say; a program that uses "
@@ -128,10 +140,13 @@ def _check(func: OpOverload, args: tuple, kwargs: dict) -> str:
     if any(not isinstance(n, int) for t in operands for n in t.shape):
         return UNCHECKED
     wrong = UNCHECKED
+    mixed = len({t.dtype for t in operands if t.is_floating_point()}) > 1
     for scale in _scales(operands):
         try:
             verdict = _run(func, args, kwargs, scale)
-        except Exception:  # sizes that the operator does not take
+        except Exception as e:  # sizes that the operator does not take
+            if mixed and _ONE_DTYPE.search(str(e)):
+                return MIXED
             continue
         if verdict == RIGHT:  # what it does at other sizes may be their fault: padded rows where they are not aligned
             return RIGHT

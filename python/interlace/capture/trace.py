@@ -419,7 +419,7 @@ class Trace:
                 check_op_kinds([call])
             except CaptureError as e:
                 self.sites.failed, place = self.sites.place_of(self.recorder.tags[key])
-                raise CaptureError(f"{place}: {e}{self.module()}" if place else str(e)) from e
+                raise CaptureError(f"{place}: {e}{self.module()}{self.casts.mixed(e)}" if place else str(e)) from e
 
     def _locating(self, what: str, call: Callable[[], Any]) -> Any:
         """Runs call(); errors become CaptureErrors that name the user's line and module."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from interlace.checkpoint.folder import kept_checkpoints
 from interlace.config import STRATEGIES, Config, did_you_mean, dtype_name, mesh_form, parse_bytes
 from interlace.config.forms import mesh_ranks
+from interlace.config.schedule import check_passes
 from interlace.cost.machine import cores
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
@@ -152,7 +153,12 @@ class TrainSettings:
                 raise SettingError("--tier-bandwidth needs --tier FOLDER")
         if self.tier not in (None, "host") and not os.path.isdir(self.tier):
             raise SettingError(f"--tier {self.tier} is not a folder; make it first, on a fast local disk, or give host")
-        self.schedule_entries()
+        if self.passes is not None or self.schedule != "auto":
+            from interlace import _core
+
+            check_passes(Config(passes=self.passes, schedule=self.schedule_entries()), _core.pass_table())
+        if self.weights is not None and self.resume is None and not os.path.exists(self.weights):
+            raise SettingError(f"--weights {self.weights}: there is no such file or folder")
         if self.tokenizer not in ("byte", "bpe") and not os.path.exists(self.tokenizer) and did_you_mean(self.tokenizer, ("byte", "bpe")):
             _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
         self.dtype = dtype_name(self.dtype)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -35,6 +36,12 @@ log = logging.getLogger("interlace")
 Tensor = torch.Tensor
 Made = tuple[Any, list[dict[str, Any]]]  # a program, with a report of each pass
 COMPILE_PATIENCE = 20.0  # how many timeouts the others wait for rank 0's capture and passes
+
+
+def _asks(problem: str) -> float:
+    """How much memory would solve it: the most is what all ranks are told of."""
+    found = re.search(r"raise it to (\d+)MiB", problem)
+    return float(found[1]) if found else math.inf
 
 
 class ProgramError(InterlaceError):
@@ -253,15 +260,17 @@ class Programs:
         return Built(source, program, executor, States(program, executor, self.peers))
 
     def _agree(self, problem: InterlaceError | None) -> None:
-        """Error: `problem`, or that of another stage's program, whose ranks would not come to what follows."""
+        """Error: `problem`, or a worse one of another stage's program, whose ranks would not come to what follows."""
         if self.config.stage_ranks > 1:
             self._builds += 1
             mine = [str(problem), isinstance(problem, ProgramError)] if problem is not None else None
             with self.peers.guard():
                 everyone = self.peers.exchange(f"program built ({self._builds})", mine)
-            other = next(((r, *found) for r, found in enumerate(everyone) if found is not None), None)
-            if problem is None and other is not None:
-                problem = (ProgramError if other[2] else InterlaceError)(f"on rank {other[0]}: {other[1]}")
+            failed = [r for r, found in enumerate(everyone) if found is not None]
+            worst = max(failed, key=lambda r: _asks(everyone[r][0]), default=self.peers.rank)
+            if worst != self.peers.rank:
+                said, of_program = everyone[worst]
+                problem = (ProgramError if of_program else InterlaceError)(f"on rank {worst}: {said}")
         if problem is not None:
             raise problem
 
@@ -303,7 +312,10 @@ class Programs:
         """Error: it takes more than memory_limit, or moves what there is no tier for. `beside` as in over_limit."""
         problem = self.over_limit(program, beside)
         if problem is not None:
-            raise InterlaceError(f"{problem}, use more ranks, or a smaller micro-batch with more accumulation")
+            config = self.config
+            searches = config.profile != "off" if config.schedule == "auto" and config.passes is None else "search(" in str(config.schedule)
+            more = "" if searches else '; no search runs here: without profile="off", schedule and passes it recomputes what does not fit'
+            raise InterlaceError(f"{problem}, use more ranks, or a smaller micro-batch with more accumulation{more}")
         moved = next((s for s in program.states() if s["moves"] and s["persistent"]), None)
         if moved is not None and not self.has_tier:
             raise InterlaceError(

@@ -142,6 +142,9 @@ def stage_at(schedule: Schedule, step: int) -> int:
 def check_passes(config: Config, table: list[dict[str, Any]]) -> None:
     """Refuses at the start what would fail hours later: unknown passes and options, a profile that cannot be there in time."""
     known = {entry["name"]: [option["name"] for option in entry["options"]] for entry in table}
+    for text in items(config.passes or ""):
+        if pass_name(text) not in known:
+            raise ConfigError(f"passes: unknown pass '{pass_name(text)}'{did_you_mean(pass_name(text), known)}")
     if config.passes is not None and "update" not in map(pass_name, items(config.passes)):
         raise ConfigError(f"passes '{config.passes}' make no optimizer step: add update, for example update(clip=1.0)")
     for step, passes in config.schedule:
@@ -150,6 +153,8 @@ def check_passes(config: Config, table: list[dict[str, Any]]) -> None:
             name = pass_name(text)
             if name not in known:
                 raise ConfigError(f"{where}: unknown pass '{name}'{did_you_mean(name, known)}")
+            if name == "fuse":
+                raise ConfigError(f'{where}: regions are made before the strategy: give Config(regions="on") instead')
             match = re.fullmatch(r"[^()]*(\(([^()]*)\))?\s*", text)
             if match is None:
                 raise ConfigError(f"{where}: expected NAME or NAME(OPTION=VALUE,...)")

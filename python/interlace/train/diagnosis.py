@@ -88,7 +88,12 @@ class Diagnosis:
         """What to say of a step whose loss alone is not finite."""
         self._run.flush()
         record = result.get("nonfinite")
-        where = self._nonfinite_inputs(inputs) or (describe_op(record) if record else "run again with debug=True to see which op made it")
+        config = self._run.config
+        if config.mode == "eager":
+            again = "with clip_norm the module that made it would be named"
+        else:
+            again = "look at this batch" if config.stage_ranks > 1 else "run again with debug=True to see which op made it"
+        where = self._nonfinite_inputs(inputs) or (describe_op(record) if record else again)
         return (
             f"step {self._run.steps}: the loss is {loss.item()}; {where}. The update of this step was made; set clip_norm or "
             "skip_nonfinite to have such a step refused before the update"
