@@ -289,7 +289,7 @@ def test_a_rank_that_the_loops_own_transfer_loses_is_named(tmp_path: Path) -> No
     first, _, third = ranks.outcomes(lost_in_the_loop, 3, str(tmp_path / "c"))
     assert first is not None and third is not None
     assert isinstance(first.error, RuntimeError) and "Connection" in str(first.error), first
-    assert "rank 1 was lost: " in str(third.error) and "every rank must call" not in str(third.error), third
+    assert "rank 1 was lost: " in str(third.error) and "; every rank must call" not in str(third.error), third
 
 
 def failed_in_the_loop() -> None:

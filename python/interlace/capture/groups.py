@@ -162,7 +162,7 @@ def rules_of(optimizer: torch.optim.Optimizer) -> Rules:
 
 
 def _in_train_mode(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What train() of an optimizer that has it, and eval() (schedule-free ones), writes into its groups and attributes now."""
+    """What `train` of an optimizer that has it, and `eval` (schedule-free ones), write into its groups and attributes now."""
     kind = type(optimizer)
     unchanged: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
     if not all(callable(getattr(kind, name, None)) for name in ("train", "eval")):

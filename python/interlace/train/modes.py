@@ -1,4 +1,4 @@
-"""train() and eval() of an optimizer whose evaluations have other parameters than its steps (schedule-free ones):
+"""`train` and `eval` of an optimizer whose evaluations have other parameters than its steps (schedule-free ones):
 
     optimizer.eval(); trainer.evaluate(batch); optimizer.train()       on every rank
 
