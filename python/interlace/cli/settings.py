@@ -156,7 +156,8 @@ class TrainSettings:
         if self.passes is not None or self.schedule != "auto":
             from interlace import _core
 
-            check_passes(Config(passes=self.passes, schedule=self.schedule_entries()), _core.pass_table())
+            entries = self.schedule_entries()
+            check_passes(Config(passes=self.passes, schedule=[] if entries == "auto" else entries), _core.pass_table())
         if self.weights is not None and self.resume is None and not os.path.exists(self.weights):
             raise SettingError(f"--weights {self.weights}: there is no such file or folder")
         if self.tokenizer not in ("byte", "bpe") and not os.path.exists(self.tokenizer) and did_you_mean(self.tokenizer, ("byte", "bpe")):
