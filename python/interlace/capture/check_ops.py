@@ -28,6 +28,7 @@ from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
 RIGHT, UNCHECKED, MIXED = "right", "unchecked", "takes operands of one dtype"
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))  # on every device
 _ONE_DTYPE = re.compile(r"same dtype|type \(.*\) .*should be the same|expected scalar type \w+ but found")  # of products, convolutions
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _SMALL = 1 << 14  # elements of all operands of a call that is run at its own sizes
@@ -140,7 +141,7 @@ def _check(func: OpOverload, args: tuple, kwargs: dict) -> str:
     if any(not isinstance(n, int) for t in operands for n in t.shape):
         return UNCHECKED
     wrong = UNCHECKED
-    mixed = len({t.dtype for t in operands if t.is_floating_point()}) > 1
+    mixed = op_name(func).split(".")[1] in _PRODUCTS and len({t.dtype for t in operands if t.is_floating_point()}) > 1
     for scale in _scales(operands):
         try:
             verdict = _run(func, args, kwargs, scale)
