@@ -21,6 +21,7 @@ import zoo
 from torch import nn
 
 import interlace
+from interlace.train.diagnosis import first_cause
 
 Tensor = torch.Tensor
 
@@ -353,6 +354,17 @@ def test_debug_names_the_op_while_it_runs() -> None:
         model.head.bias.fill_(float("inf"))
     with pytest.raises(interlace.InterlaceError, match="the loss is nan; the first such value comes from"):
         trainer.step(zoo.images(2, 0))
+
+
+def test_the_cause_is_found_in_a_program_of_any_depth() -> None:
+    """Values that are left out are not the cause (a mask behind %1); of those behind it a thousand are bad, one after the other."""
+    deep = 1000
+    lines = ["  %1: f32[2] = aten.log(%0) {fwd}", "  %9: f32[2] = aten.where(%8, %1, %0) {fwd}", "  %10: f32[2] = aten.sqrt(%9) {fwd}"]
+    lines += [f"  %{i}: f32[2] = aten.exp(%{i - 1}) {{fwd}}" for i in range(11, 11 + deep)]
+    program = "\n".join([*lines, f'  output(%{10 + deep}) {{fwd name="loss"}}'])
+    bad = [1, *range(10, 11 + deep)]
+    ops = [{"text": f"%{i}", "results": [{"value": f"%{i}", "nonfinite": 1}]} for i in bad]
+    assert first_cause(program, {"ops": ops, "first_nonfinite": ops[0]}) is ops[1]
 
 
 def test_a_loss_that_is_not_finite_in_eager_mode_advises_what_works_there() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,38 +102,28 @@ class Diagnosis:
 _LINE = re.compile(r"^  (?:(%\d+:.*) = )?([\w.]+)\((.*)\) \{", re.MULTILINE)
 
 
-class _Flow:
-    """Where values that are not finite go in a program's text."""
-
-    def __init__(self, program: str, bad: set[str]) -> None:
-        self._bad, self._known = bad, dict[str, bool]()
-        self._users: dict[str, list[tuple[str, str]]] = defaultdict(list)  # of a value: name and results of the ops that read it
-        for results, name, operands in _LINE.findall(program):
-            for value in set(re.findall(r"%\d+", operands)):
-                self._users[value].append((name, results))
-
-    def ends(self, value: str) -> bool:
-        """Whether a bad value comes to a loss, a gradient or another rank, and is not left out by a mask or a conversion (T5's log(0))."""
-        if value not in self._known:
-            self._known[value] = False  # while its users are looked at
-            users = self._users[value]
-            self._known[value] = not users or any(self._passes(name, results) for name, results in users)
-        return self._known[value]
-
-    def _passes(self, name: str, results: str) -> bool:
-        if (not name.startswith("aten.") and name != "view") or name.endswith("_") or " into " in results:
-            return True  # an output, an update, a transfer; a sum of gradients
+def _left_out(program: str, bad: set[str]) -> set[str]:
+    """Values that come to no loss, gradient or other rank, as far as what is made of them is bad: masks and conversions leave them out (T5's
+    log(0))."""
+    counts, used = set[str](), set[str]()
+    for results, name, operands in reversed(_LINE.findall(program)):  # users come behind what they read
         made = re.findall(r"(%\d+):", results)
-        return any(self.ends(value) for value in made if value in self._bad or name == "view")
+        # An output, an update, a transfer; a sum of gradients.
+        passes = (not name.startswith("aten.") and name != "view") or name.endswith("_") or " into " in results
+        read = set(re.findall(r"%\d+", operands))
+        if passes or any((v in counts or v not in used) and (v in bad or name == "view") for v in made):
+            counts |= read
+        used |= read
+    return used - counts
 
 
 def first_cause(program: str, report: Mapping[str, Any]) -> Any:
     """Of a debug run, the op that first made a value that is not finite and is not left out of all that counts."""
     bad = {v["value"] for op in report["ops"] for v in op["results"] if v["nonfinite"]}
-    flow, first = _Flow(program, bad), report["first_nonfinite"]
+    left_out, first = _left_out(program, bad), report["first_nonfinite"]
 
     def counts(op: Mapping[str, Any]) -> bool:
-        return any(flow.ends(v["value"]) for v in op["results"] if v["nonfinite"])
+        return any(v["value"] not in left_out for v in op["results"] if v["nonfinite"])
 
     if first is None or counts(first):
         return first
