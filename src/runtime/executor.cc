@@ -213,7 +213,6 @@ Result<DebugReport> Executor::DebugStep(MicroBatches micro_batches, int64_t step
   INTERLACE_TRY(Flush());  // gradients are made anew where those of the last step lie
   const at::ThreadLocalState outer;
   StepScope scope(device_);
-  const StepHeap::Serving serving(on_heap_);
   Frame& frame = runner_.frame;
   frame.outer = &outer;
   INTERLACE_TRY(Settle());

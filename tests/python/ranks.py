@@ -10,9 +10,11 @@ largest N so far; ranks beyond N idle. The process group is made anew only when 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import gc
 import importlib
+import logging
 import multiprocessing as mp
 import os
 import shutil
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,19 @@ def _cache() -> str:
         owner = os.getpid()
         atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
     return folder
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What Interlace says meanwhile in this process."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("interlace").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("interlace").removeHandler(handler)
 
 
 CACHE = _cache()  # the pool's processes have it from their environment

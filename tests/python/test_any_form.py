@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -121,10 +120,6 @@ def train(
     batch: Callable[[int, int], Any], evaluates: bool = True, **config: Any
 ) -> tuple[list[Any], list[Any], float, list[str]]:
     """Losses of ours and of eager steps, of evaluations too, how far the parameters are from theirs, and what was said."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("interlace").addHandler(handler)
     rank, size = parity.rank_and_size()
     torch.manual_seed(0)
     model = Net().double()
@@ -153,15 +148,12 @@ def train(
     settings = interlace.Config(schedule=[], cache="off", timeout_s=600, fullgraph=False, **config)
     mine = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     found = []
-    try:
-        with interlace.compile(model, mine, loss_fn, batch(0, rank), settings) as trainer:
-            for step in range(STEPS):
-                found.append(parity.mean_over_ranks(trainer.step(batch(step, rank))))
-                assert trainer.outputs["hidden"][0].shape[1] == 6
-                found.append(float(trainer.evaluate(batch(step + 1, rank))["loss"]) if evaluates else 0.0)
-            state = trainer.state_dict(all_ranks=True)
-    finally:
-        logging.getLogger("interlace").removeHandler(handler)
+    with ranks.heard() as said, interlace.compile(model, mine, loss_fn, batch(0, rank), settings) as trainer:
+        for step in range(STEPS):
+            found.append(parity.mean_over_ranks(trainer.step(batch(step, rank))))
+            assert trainer.outputs["hidden"][0].shape[1] == 6
+            found.append(float(trainer.evaluate(batch(step + 1, rank))["loss"]) if evaluates else 0.0)
+        state = trainer.state_dict(all_ranks=True)
     far = max(float((state[n] - t).abs().max()) for n, t in theirs.named_parameters())
     return found, expected, far, said
 
@@ -190,36 +182,32 @@ def stepwise(
     **config: Any,
 ) -> list[str]:
     """Trains on one rank and in PyTorch, with what happens before each step; gives what was said."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("interlace").addHandler(handler)
     settings = interlace.Config(**{"schedule": [], "cache": "off", "fullgraph": False, **config})
     found: list[list[float]] = []
     states = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = Net().double()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        count = settings.accumulation
-        trainer = interlace.compile(model, optimizer, loss, batches[0], settings) if compiled else None
-        found.append([])
-        for step, batch in enumerate(batches):
-            before(step, model)
+    with ranks.heard() as said:
+        for compiled in (False, True):
+            torch.manual_seed(0)
+            model = Net().double()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            count = settings.accumulation
+            trainer = interlace.compile(model, optimizer, loss, batches[0], settings) if compiled else None
+            found.append([])
+            for step, batch in enumerate(batches):
+                before(step, model)
+                if trainer is not None:
+                    found[-1].append(float(trainer.step(batch)))
+                    continue
+                losses = [loss(model, part) for part in (batch if count > 1 else [batch])]
+                losses = [x["loss"] if isinstance(x, dict) else x for x in losses]
+                (sum(losses) / count).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found[-1].append(sum(float(x.detach()) for x in losses) / count)
+            states.append(trainer.state_dict() if trainer is not None else copy.deepcopy(model.state_dict()))
             if trainer is not None:
-                found[-1].append(float(trainer.step(batch)))
-                continue
-            losses = [loss(model, part) for part in (batch if count > 1 else [batch])]
-            losses = [x["loss"] if isinstance(x, dict) else x for x in losses]
-            (sum(losses) / count).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found[-1].append(sum(float(x.detach()) for x in losses) / count)
-        states.append(trainer.state_dict() if trainer is not None else copy.deepcopy(model.state_dict()))
-        if trainer is not None:
-            said.append(f"runs {[row['runs'] for row in trainer.summary()['opaque']]}")
-            trainer.close()
-    logging.getLogger("interlace").removeHandler(handler)
+                said.append(f"runs {[row['runs'] for row in trainer.summary()['opaque']]}")
+                trainer.close()
     assert found[1] == pytest.approx(found[0], rel=1e-9)
     for name, t in states[0].items():
         assert torch.allclose(t.double(), states[1][name].double(), rtol=1e-9, atol=1e-9), name

@@ -120,18 +120,12 @@ def ours(kind: str, **config: Any) -> tuple[list[float], list[float], int]:
     if rank:
         torch.nn.Identity().register_forward_hook(lambda *_: None)  # each process numbers its hooks on its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("interlace").addHandler(handler)
-    try:
-        with interlace.compile(model, optimizer, loss_fn, batch_of(rank), interlace.Config(timeout_s=60, **config)) as trainer:
-            losses = []
-            for step in range(6):
-                CHANGES[kind](model, kl, holder, step)
-                losses.append(parity.mean_over_ranks(trainer.step(batch_of(10 * step + rank))))
-    finally:
-        logging.getLogger("interlace").removeHandler(handler)
+    settings = interlace.Config(timeout_s=60, **config)
+    with ranks.heard() as said, interlace.compile(model, optimizer, loss_fn, batch_of(rank), settings) as trainer:
+        losses = []
+        for step in range(6):
+            CHANGES[kind](model, kl, holder, step)
+            losses.append(parity.mean_over_ranks(trainer.step(batch_of(10 * step + rank))))
     return losses, expected, sum("compiling again" in text for text in said)
 
 

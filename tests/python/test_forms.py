@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -86,10 +85,6 @@ def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 def train(batch: Callable[[int, int], Any], **config: Any) -> tuple[list[float], list[float], float, list[str]]:
     """Losses of ours and of eager steps, how far the parameters are from theirs, and what was said."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("interlace").addHandler(handler)
     rank, size = parity.rank_and_size()
     torch.manual_seed(0)
     model = Net().double()
@@ -103,12 +98,9 @@ def train(batch: Callable[[int, int], Any], **config: Any) -> tuple[list[float],
         expected.append(sum(float(x.detach()) for x in losses))
     settings = interlace.Config(schedule=[], cache="off", timeout_s=600, **config)
     mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    try:
-        with interlace.compile(model, mine, loss_fn, batch(0, rank), settings) as trainer:
-            found = [parity.mean_over_ranks(trainer.step(batch(step, rank))) for step in range(STEPS)]
-            state = trainer.state_dict(all_ranks=True)
-    finally:
-        logging.getLogger("interlace").removeHandler(handler)
+    with ranks.heard() as said, interlace.compile(model, mine, loss_fn, batch(0, rank), settings) as trainer:
+        found = [parity.mean_over_ranks(trainer.step(batch(step, rank))) for step in range(STEPS)]
+        state = trainer.state_dict(all_ranks=True)
     far = max(float((state[n] - t).abs().max()) for n, t in theirs.state_dict().items())
     return found, expected, far, [text for text in said if "compiling again" in text]
 

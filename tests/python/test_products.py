@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -109,18 +108,14 @@ def test_a_resume_with_other_kernels_says_so(tmp_path: Path, caplog: pytest.LogC
 
 def on_another_processor() -> list[str]:
     """What rank 0 says where rank 1 has kernels of another kind."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger, kernels = logging.getLogger("interlace"), Programs.__dict__["kernels"]
-    logger.addHandler(handler)
+    kernels = Programs.__dict__["kernels"]
     if torch.distributed.get_rank() == 1:
         Programs.kernels = property(lambda self: "torch 2.13.0, AVX2, products by torch")  # type: ignore[assignment,misc]
     try:
-        large(strategy="shard").close()
+        with ranks.heard() as said:
+            large(strategy="shard").close()
     finally:
         Programs.kernels = kernels  # type: ignore[method-assign]
-        logger.removeHandler(handler)
     return [text for text in said if "bits" in text]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -96,21 +95,15 @@ def plain(agent: Agent, change: Callable[[Agent, int], None], size: int) -> list
 def ours(change: Callable[[Agent, int], None], frozen: bool, **config: Any) -> tuple[list[float], list[float], int]:
     """Losses, those of plain steps, and how often the step was compiled again."""
     rank, size = parity.rank_and_size()
-    expected, agent, said = plain(Agent(frozen), change, size), Agent(frozen), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("interlace").addHandler(handler)
+    expected, agent = plain(Agent(frozen), change, size), Agent(frozen)
     optimizer = torch.optim.SGD(agent.student.parameters(), lr=0.05)
     settings = interlace.Config(timeout_s=60, schedule=[], cache="off", **config)
-    try:
-        with interlace.compile(agent.student, optimizer, agent.loss, batch_of(rank), settings) as trainer:
-            losses = []
-            for step in range(STEPS):
-                if step:
-                    change(agent, step)
-                losses.append(parity.mean_over_ranks(trainer.step(batch_of(10 * step + rank))))
-    finally:
-        logging.getLogger("interlace").removeHandler(handler)
+    with ranks.heard() as said, interlace.compile(agent.student, optimizer, agent.loss, batch_of(rank), settings) as trainer:
+        losses = []
+        for step in range(STEPS):
+            if step:
+                change(agent, step)
+            losses.append(parity.mean_over_ranks(trainer.step(batch_of(10 * step + rank))))
     for teacher, found in agent.__dict__.get("before", []):
         assert teacher[0].weight.sum().item() == found
     return losses, expected, sum("compiling again" in text for text in said)

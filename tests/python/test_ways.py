@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -91,17 +90,11 @@ def train(kind: Callable[[], nn.Module], batches: list[Any], **config: Any) -> t
         sum(losses).backward()  # type: ignore[union-attr]
         optimizer.step()
         expected.append(sum(loss.item() for loss in losses))
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("interlace").addHandler(handler)
-    try:
+    with ranks.heard() as said:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         settings = interlace.Config(**{"schedule": [], "cache": "off", "timeout_s": 60, **config})
         with interlace.compile(model, optimizer, call, batches[rank], settings) as trainer:
             losses = [parity.mean_over_ranks(trainer.step(b)) for b in batches[rank::size]]
-    finally:
-        logging.getLogger("interlace").removeHandler(handler)
     return losses, expected, [text for text in said if "compiling again" in text]
 
 
@@ -345,29 +338,23 @@ def test_a_training_does_not_stop_for_sizes(size: int, kind: Callable[[], nn.Mod
 
 def too_many_sizes(kind: Callable[[], nn.Module]) -> tuple[list[str], bool]:
     torch.manual_seed(0)
-    model, said = kind().double(), list[str]()
+    model = kind().double()
     call = lambda model, batch: model(**batch).square().mean()  # noqa: E731
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("interlace").addHandler(handler)
     other, batches = copy.deepcopy(model), [{**of(i), "y": torch.tensor([1, *[2 if i > j else -1 for j in range(2)]])} for i in range(3)]
     first = {n: torch.cat([b[n] for b in batches]) for n in "xy"}
     many = [first, *({"x": first["x"], "y": first["y"].roll(i).where(torch.arange(9) > i, -1)} for i in range(1, 6))]
     optimizer, settings = torch.optim.SGD(model.parameters(), lr=0.1), interlace.Config(schedule=[], cache="off", timeout_s=60)
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
-    try:
-        with interlace.compile(model, optimizer, call, many[0], settings) as trainer:
-            for i, batch in enumerate(many):
-                with torch.no_grad():
-                    assert trainer.evaluate(many[-i])["loss"].item() == pytest.approx(call(other, many[-i]).item(), rel=1e-9)
-                loss = call(other, batch)
-                plain.zero_grad()
-                loss.backward()
-                plain.step()
-                assert trainer.step(batch).item() == pytest.approx(loss.item(), rel=1e-9)
-            return said, bool(trainer.summary()["opaque"])
-    finally:
-        logging.getLogger("interlace").removeHandler(handler)
+    with ranks.heard() as said, interlace.compile(model, optimizer, call, many[0], settings) as trainer:
+        for i, batch in enumerate(many):
+            with torch.no_grad():
+                assert trainer.evaluate(many[-i])["loss"].item() == pytest.approx(call(other, many[-i]).item(), rel=1e-9)
+            loss = call(other, batch)
+            plain.zero_grad()
+            loss.backward()
+            plain.step()
+            assert trainer.step(batch).item() == pytest.approx(loss.item(), rel=1e-9)
+        return said, bool(trainer.summary()["opaque"])
 
 
 @pytest.mark.parametrize("kind", ["scatter", "index", "diagonal"])
