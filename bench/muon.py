@@ -4,8 +4,9 @@
     python bench/muon.py --ranks 4 --matrices 16 --size 128 --strategy zero1 --json out.json
 
 The model is its matrices, and the loss their sum: a step is the update and its transfers, and little else. A rank's seconds are those of
-its thread on a processor, transfers included, of the busiest rank: what a step takes where every rank has a core of its own. The time by
-the clock is printed beside it; with fewer cores than ranks it says how many cores there are.
+its thread on a processor, transfers included, of the busiest rank: what a step takes where every rank has a core of its own. The one rank
+has a neighbour of its kind on every other core, as each of several ranks has: cores that share caches or units are slower together. The time
+by the clock is printed beside it; with fewer cores than ranks it says how many cores there are.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class Matrices(torch.nn.Module):
         return torch.stack([(p * x).sum() for p in self.all]).sum()
 
 
-def worker(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
+def worker(index: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
     """Leaves seconds of processor and clock of each step in the folder."""
+    group, rank = divmod(index, ranks)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{group}", rank=rank, world_size=ranks)
     torch.manual_seed(0)
     model = Matrices(args.matrices, args.size)
     optimizer = torch.optim.Muon(model.parameters())
@@ -50,14 +52,15 @@ def worker(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None
             trainer.step(batch)
             if step >= 2:
                 lines.append(f"{time.thread_time() - processor} {time.monotonic() - clock}")
-    Path(folder, f"rank{rank}").write_text("\n".join(lines))
+    Path(folder, f"rank{index}").write_text("\n".join(lines))
 
 
-def steps(ranks: int, args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Of each step the busiest rank's seconds of processor, and the longest by the clock."""
+def steps(ranks: int, trainings: int, args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Of each step the busiest rank's seconds of processor, and the longest by the clock; of so many trainings side by side."""
+    count = ranks * trainings
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(ranks, args, folder), nprocs=ranks)
-        table = [[tuple(map(float, line.split())) for line in Path(folder, f"rank{r}").read_text().splitlines()] for r in range(ranks)]
+        mp.spawn(worker, args=(ranks, args, folder), nprocs=count)
+        table = [[tuple(map(float, line.split())) for line in Path(folder, f"rank{i}").read_text().splitlines()] for i in range(count)]
     by_step = list(zip(*table, strict=True))
     return [max(row[0] for row in step) for step in by_step], [max(row[1] for row in step) for step in by_step]
 
@@ -71,7 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="steps that are measured (default 10)")
     parser.add_argument("--json", help="add the record to this file")
     args = parser.parse_args()
-    alone, dealt = steps(1, args), steps(args.ranks, args)
+    alone, dealt = steps(1, min(args.ranks, os.cpu_count() or 1), args), steps(args.ranks, 1, args)
     record = {}
     for what, one, all_ranks in zip(("processor", "clock"), alone, dealt, strict=True):
         a, b = quartiles(one)[1], quartiles(all_ranks)[1]
