@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from interlace.capture.constants import Constants
 from interlace.capture.loss import LossForm
+from interlace.capture.lru_caches import without_caches
 from interlace.capture.numbers import math_of_numbers
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
@@ -370,29 +370,6 @@ def without_inference_mode() -> Iterator[None]:
         yield
     finally:
         mode.__enter__, mode.__exit__ = before  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def without_caches() -> Iterator[None]:
-    """functools.lru_cache forgets the fakes that it was given to keep (angles by the number of positions): others would meet them."""
-
-    def fakes(found: list[Any], hops: int = 4) -> bool:  # a tuple or an object, its attributes
-        if any(isinstance(x, FakeTensor) for x in found):
-            return True
-        found = [x for x in found if not isinstance(x, (type, ModuleType, FunctionType, nn.Module))]
-        return bool(found and hops) and fakes(gc.get_referents(*found)[:512], hops - 1)
-
-    try:
-        yield
-    finally:
-        objects = gc.get_objects()
-        if gc.get_freeze_count():  # gc.freeze() hides what there was
-            spaces = [vars(m) for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
-            spaces += [vars(x) for space in spaces for x in space.values() if issubclass(type(x), type)]
-            objects += [x for space in spaces for x in space.values()]
-        for x in objects:
-            if type(x) is functools._lru_cache_wrapper and x.cache_info().currsize and fakes(gc.get_referents(x)):
-                x.cache_clear()
 
 
 @contextlib.contextmanager
