@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import interlace
+from interlace.capture import lru_caches
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -162,6 +164,16 @@ def test_caches_of_what_depends_on_sizes(kind: str) -> None:
             assert trainer.step(batch).item() == pytest.approx(expected, rel=1e-12)
         model.eval()
         torch.testing.assert_close(trainer.step(batch_of(7)), loss_of(eager, batch_of(7)).detach())
+
+
+@pytest.mark.parametrize("generation", [None, 0, 1, 2])
+def test_caches_that_are_made_later_are_found(generation: int | None) -> None:
+    caches = lru_caches.Caches()
+    caches.look()
+    late = functools.lru_cache(len)
+    if generation is not None:
+        gc.collect(generation)  # what lives is among the older objects now
+    assert late in caches.look()
 
 
 class Replaces(nn.Module):

@@ -1,8 +1,8 @@
 """What functools.lru_cache keeps of a trace.
 
 A model that caches what it computes of a number (angles by the number of positions) would keep the fakes of the trace, and the next run would
-meet them. Python has no list of such caches. To look for them among all objects takes a twentieth of a second, as long as the trace of a
-small model: they are found once, and from then on among the objects that are new.
+meet them. Python has no list of such caches. To look for them in all modules takes a twentieth of a second, as long as the trace of a small
+model: modules are looked at once.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-class _Caches:
+class Caches:
     """All functions with an lru_cache that there are."""
 
     def __init__(self) -> None:
         self.found: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._collections = -1
+        self._collections: list[int] = []
         self._modules: set[str] = set()
 
     def look(self) -> Iterable[Any]:
-        """Only a full collection moves objects to where the old ones are. gc.freeze() hides them: those of modules are found by name."""
-        collections = gc.get_stats()[2]["collections"]
+        """New objects are among the young ones until a collection of those. gc.freeze() hides all: those of modules are found by name."""
+        collections = [generation["collections"] for generation in gc.get_stats()[1:]]
         objects = gc.get_objects() if collections != self._collections else gc.get_objects(generation=0) + gc.get_objects(generation=1)
         names = [name for name in list(sys.modules) if name not in self._modules]
         spaces = [vars(m) for name in names if isinstance(m := sys.modules.get(name), ModuleType)]
@@ -42,7 +42,7 @@ class _Caches:
         return self.found
 
 
-_caches = _Caches()
+_caches = Caches()
 
 
 def _fakes(found: list[Any], hops: int = 4) -> bool:
