@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "version": set(),
     "config": {"errors"},
     "dist": {"errors"},
-    "capture": {"errors", "version"},
+    "capture": {"errors", "files", "version"},
     "models": {"errors"},
     "data": {"errors", "files", "private"},
     "report": {"errors"},
