@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "observe": {"cost", "dist", "errors", "files"},
     "checkpoint": {"config", "dist", "errors"},
     "regions": {"private", "version"},
-    "compiling": {"capture", "config", "cost", "dist", "errors", "private", "regions", "version"},
+    "compiling": {"capture", "config", "cost", "dist", "errors", "files", "private", "regions", "version"},
     "train": {"capture", "checkpoint", "compiling", "config", "cost", "dist", "errors", "observe", "private"},
     "interlace": {"config", "errors", "train", "version"},
     "integrations": {"capture", "config", "dist", "errors", "interlace"},
