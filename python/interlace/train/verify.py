@@ -110,13 +110,12 @@ class Verify:
         tier = self._run.config.tier
         folder = tier if tier not in (None, "host") else None
         try:
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             for _, t, unit, role in self._storages():
                 for part in _parts(t):
-                    self._file.write(_bytes(part.cpu()))
+                    _write(self._file, part.cpu())
                 if unit is not None:
                     self._run.states.put_back(unit, role)
-            self._file.flush()
         except OSError as e:
             raise InterlaceError(
                 f"verify_steps keeps a copy of this rank's states in {folder or tempfile.gettempdir()}: {e.strerror}; "
@@ -131,9 +130,7 @@ class Verify:
         for _, t, unit, role in self._storages():
             for part in _parts(t):
                 host = part if part.device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype)
-                data = _bytes(host)
-                if self._file.readinto(data) != len(data):  # type: ignore[attr-defined]
-                    raise InterlaceError("the copy of this rank's states is shorter than it was written; is its disk full, or broken?")
+                _read(self._file, host)
                 if host is not part:
                     part.copy_(host)
             if unit is not None:
@@ -161,7 +158,22 @@ def _parts(t: Tensor) -> Iterator[Tensor]:
 
 
 def _bytes(t: Tensor) -> memoryview:
-    return t.view(torch.uint8).numpy().data.cast("B") if t.numel() else memoryview(bytearray())
+    return t.view(torch.uint8).numpy().data.cast("B") if t.numel() else memoryview(b"")
+
+
+def _write(file: IO[bytes], t: Tensor) -> None:
+    rest = _bytes(t)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _read(file: IO[bytes], t: Tensor) -> None:
+    rest = _bytes(t)
+    while rest:
+        count = file.readinto(rest)  # type: ignore[attr-defined]
+        if not count:
+            raise InterlaceError("the copy of this rank's states is shorter than it was written; is its disk full, or broken?")
+        rest = rest[count:]
 
 
 def _words(everyone: list[list[Any]]) -> str:
