@@ -26,7 +26,8 @@ from cubins_run import compare_on_device, target_here
 from interlace import _core
 from interlace.capture import capture
 from interlace.models import build
-from interlace.regions.cuda import TARGETS, cubins
+from interlace.regions.beside import cubins
+from interlace.regions.cuda import TARGETS
 
 
 def regions_of(model: str, seq: int, most: int) -> list[dict[str, Any]]:

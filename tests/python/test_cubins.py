@@ -15,6 +15,7 @@ from test_regions import ALL, GATED, funcs
 
 from interlace.cli.app import run
 from interlace.regions import Making, cuda
+from interlace.regions.beside import cubins
 from interlace.regions.kept import RegionsError
 
 
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(folder: Path) -> cuda.Cubins:
-    return cuda.cubins(funcs(*ALL, SUMMED), "sm_90", folder, print)
+    return cubins(funcs(*ALL, SUMMED), "sm_90", folder, print)
 
 
 def sections(cubin: bytes) -> dict[str, bytes]:
@@ -74,7 +75,7 @@ def parameters(info: bytes) -> list[int]:
 @needs_triton
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_cubins_are_elf_files_of_the_architecture(target: str, folder: Path) -> None:
-    found = cuda.cubins(funcs(*ALL, SUMMED), target, folder, print)
+    found = cubins(funcs(*ALL, SUMMED), target, folder, print)
     assert found.left == {} and len(found.regions) == 4
     for region in found.regions:
         for kernel in region.kernels:
@@ -111,7 +112,7 @@ def test_the_manifest_is_that_of_the_kernels(made: cuda.Cubins) -> None:
 @needs_triton
 def test_sums_along_both_dimensions_have_kernels(folder: Path) -> None:
     """Inductor would make parts of one with the other, and add them up with an operator."""
-    found = cuda.cubins(funcs(BOTH_WAYS), "sm_90", folder, print)
+    found = cubins(funcs(BOTH_WAYS), "sm_90", folder, print)
     assert found.left == {} and len(found.regions[0].kernels) > 1
 
 
@@ -126,16 +127,16 @@ def test_the_file_says_what_is_in_it(made: cuda.Cubins) -> None:
 @needs_triton
 def test_a_damaged_file_is_made_again_with_the_same_bytes(made: cuda.Cubins, folder: Path) -> None:
     said: list[str] = []
-    again = cuda.cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
+    again = cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
     assert again.path == made.path and again.seconds == 0.0 and said == []
     data = made.path.read_bytes()
     made.path.write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
-    again = cuda.cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
+    again = cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
     assert "is damaged (its digest is not the noted one); it is made again" in said[0]
     assert again.seconds > 0 and made.path.read_bytes() == data
     made.path.chmod(0o666)
     with pytest.raises(RegionsError, match="is not loaded: others may write to it"):
-        cuda.cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
+        cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
     made.path.chmod(0o600)
 
 
@@ -158,23 +159,23 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(importlib.metadata, "version", none)
     with pytest.raises(RegionsError) as error:
-        cuda.cubins(funcs(GATED), "sm_90", tmp_path)
+        cubins(funcs(GATED), "sm_90", tmp_path)
     torchs = ".".join(torch.__version__.split(".")[:2])
     wanted = cuda.TRITON[torchs]
     said = f"torch {torchs} makes CUDA kernels with triton {wanted}"
     assert str(error.value) == f"{said}, and there is no triton here: pip install triton=={wanted}"
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.5.0")
     with pytest.raises(RegionsError, match=rf"and this is triton 3\.5\.0: pip install triton=={re.escape(wanted)}"):
-        cuda.cubins(funcs(GATED), "sm_90", tmp_path)
+        cubins(funcs(GATED), "sm_90", tmp_path)
     with pytest.raises(RegionsError, match="there is no target 'sm_70': choose one of sm_80, sm_90"):
-        cuda.cubins(funcs(GATED), "sm_70", tmp_path)
+        cubins(funcs(GATED), "sm_70", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @needs_triton
 def test_code_generation_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(RegionsError, match=r"code generation took longer than 0\.5 s"):
-        cuda.cubins(funcs(GATED), "sm_90", tmp_path, print, limit_s=0.5)
+        cubins(funcs(GATED), "sm_90", tmp_path, print, limit_s=0.5)
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in left
 

@@ -28,6 +28,7 @@ from test_regions import ALL, GATED, funcs
 import interlace
 from interlace import _runtime
 from interlace.regions import cuda, kept, ready
+from interlace.regions.beside import cubins
 
 pytestmark = [pytest.mark.software, needs_triton]
 PATIENCE_S = 300.0  # for compilers on a loaded machine; nothing is asserted about it
@@ -250,7 +251,7 @@ def test_devices_of_8_x_run_what_is_made_for_8_0(functions: Path, tmp_path: Path
         assert cuda.target_of(torch.device("cuda")) == target
     known = funcs(*ALL)
     with soft_cuda.driven(tmp_path) as driver:
-        regions = cuda.cubins(known, "sm_80", tmp_path, print).regions
+        regions = cubins(known, "sm_80", tmp_path, print).regions
         driver.know(regions, known, ctypes.CDLL(str(functions)))
         driver.capability(89)
         assert _runtime.Cubins("sm_80", "soft:0", regions).refused() == {}
@@ -294,7 +295,7 @@ def test_the_comparison_on_a_device_finds_a_wrong_kernel(functions: Path, tmp_pa
 
     known = funcs(*ALL)
     with soft_cuda.driven(tmp_path) as driver:
-        found = cuda.cubins(known, "sm_90", tmp_path, print)
+        found = cubins(known, "sm_90", tmp_path, print)
         driver.know(found.regions, known, ctypes.CDLL(str(functions)))
         assert cubins_run.compare_on_device(known, found, torch.device("soft:0")) == {"f0": "", "f1": "", "f2": ""}
         kernel = next(region for region in found.regions if region.key == known[0]["key"][:16]).kernels[0]

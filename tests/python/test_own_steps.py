@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import interlace
+from interlace.checkpoint.optimizer import back, plain
 from interlace.checkpoint.tensor_file import CheckpointError
 from interlace.train import own_steps
 
@@ -263,11 +264,12 @@ def test_what_a_state_dict_may_hold() -> None:
     norm = torch.ones(2, 3, dtype=torch.bfloat16)[:, 1:]
     state: Any = {"state": {0: {"step": 3, "norm": norm}}, "groups": [(1.0, None, True, "x", float("inf"))]}
     tensors: dict[str, torch.Tensor] = {}
-    made = own_steps._made(json.loads(json.dumps(own_steps._described(state, tensors, "A"))), tensors)
+    keep = own_steps._kept_in(tensors)
+    made = back(json.loads(json.dumps(plain(state, "A", keep))), tensors)
     assert made["groups"] == state["groups"] and type(made["groups"][0]) is tuple and made["state"][0]["step"] == 3
     assert torch.equal(made["state"][0]["norm"], state["state"][0]["norm"])
-    with pytest.raises(CheckpointError, match="the state_dict of A holds a type"):
-        own_steps._described({"kind": int}, tensors, "A")
+    with pytest.raises(CheckpointError, match=r"A\.kind is a type, which a checkpoint does not hold"):
+        plain({"kind": int}, "A", keep)
 
 
 class Compiled(torch.optim.Optimizer):

@@ -18,6 +18,7 @@ from test_regions import ALL, GATED, funcs
 
 from interlace import _runtime
 from interlace.regions import cuda
+from interlace.regions.beside import cubins
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this process has a real driver")
 STREAM = 77
@@ -67,7 +68,7 @@ def test_launches_follow_the_manifest() -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_launches_of_real_cubins_follow_the_manifest(target: str, tmp_path: Path) -> None:
     known = funcs(*ALL, SUMMED)
-    found = cuda.cubins(known, target, tmp_path, print)
+    found = cubins(known, target, tmp_path, print)
     soft_cuda.driver().capability(int(target[3:]))
     try:
         launched(found.regions, known, target)

@@ -253,8 +253,8 @@ def test_a_profile_can_be_given_from_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"profile": "/no/such.profile"}, "cannot read the profile /no/such.profile: No such file or directory"),
-        ({"cluster": "/no/such.toml"}, "cannot read the cluster file /no/such.toml: No such file or directory"),
+        ({"profile": "/no/such.profile"}, "no such profile: /no/such.profile"),
+        ({"cluster": "/no/such.toml"}, "no such cluster file: /no/such.toml"),
     ],
 )
 def test_files_that_are_not_there_are_refused_at_the_start(values: dict[str, Any], message: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace import _core
+from interlace import _core, private
 from interlace.calibrate.runs import Run
 from interlace.errors import InterlaceError
 from interlace.version import __version__
@@ -103,14 +102,11 @@ def model_lines(run: Run) -> str:
 
     shape = [run.model] if run.model else ["gpt2", run.hidden, run.heads, run.vocab, run.tied]
     key = json.dumps([*shape, run.flash, __version__, torch.__version__, transformers.__version__])
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interlace" / "layers"
-    file = root / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.txt"
+    file = private.user_folder() / "layers" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.txt"
     if not file.exists():
         text = _traced(run)
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=root, delete=False) as made:
-            made.write(text)
-        os.replace(made.name, file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        private.write(file, text.encode())
     text = file.read_text()
     return re.sub(r"(?m)^blocks \d+$", f"blocks {run.layers}", text, count=1) if run.layers else text
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensor
 
+from interlace.capture.patches import patched
+
 Tensor = torch.Tensor
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -79,11 +81,8 @@ def one_attention() -> Iterator[None]:
                 return fused(q, k, v, mask, dropout_p, is_causal, scale)
         return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
-    try:
+    with patched(F, scaled_dot_product_attention=attention):
         yield
-    finally:
-        F.scaled_dot_product_attention = theirs
 
 
 def _cast(t: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from interlace.capture.check_ops import MixedDtypes
 from interlace.capture.device_casts import rules_of
 from interlace.capture.model_tensors import ModelTensor
+from interlace.capture.patches import patched
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
 
@@ -137,11 +138,8 @@ def regions_opened(device: str) -> Iterator[list[bool]]:
             opened.append(True)
         return enter(region)
 
-    torch.autocast.__enter__ = noting  # type: ignore[method-assign, assignment]
-    try:
+    with patched(torch.autocast, __enter__=noting):
         yield opened
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -183,12 +181,9 @@ def regions_of(device: str) -> Iterator[None]:
 
         if torch.is_autocast_enabled(device) or torch.is_autocast_enabled("cpu"):
             as_on_device()
-        torch.autocast.__init__ = made  # type: ignore[method-assign, assignment]
-        torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign, assignment]
         try:
-            yield
+            with patched(torch.autocast, __init__=made, __enter__=entered, __exit__=left):
+                yield
         finally:
-            torch.autocast.__init__ = make  # type: ignore[method-assign]
-            torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
             while beside:
                 leave(beside.pop(), None, None, None)

@@ -19,7 +19,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from interlace.capture.effects import kept_draws
 from interlace.capture.functional import op_name, promised
@@ -120,13 +120,7 @@ def _true_dtypes(func: OpOverload, args: tuple, kwargs: dict, dtypes: tuple, dev
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, (list, tuple)):
-        return [t for item in x for t in _tensors(item)]
-    if isinstance(x, dict):
-        return [t for item in x.values() for t in _tensors(item)]
-    return []
+    return [t for t in tree_leaves(x) if isinstance(t, Tensor)]
 
 
 def verdicts() -> dict[str, str]:
@@ -194,16 +188,19 @@ def _scaled_tensor(t: Tensor, scale: Callable[[int], int]) -> Tensor:
     return base
 
 
-def _scaled(x: Any, scale: Callable[[int], int], made: dict[int, Tensor]) -> Any:
-    if isinstance(x, Tensor):
-        if id(x) not in made:
-            made[id(x)] = _scaled_tensor(x, scale)
-        return made[id(x)]
-    if isinstance(x, (list, tuple)):
-        return [_scaled(item, scale, made) for item in x]
-    if type(x) is int and x > 1:
-        return scale(x)
-    return x
+def _scaled(args: tuple, kwargs: dict, scale: Callable[[int], int]) -> tuple[tuple, dict, list[Tensor]]:
+    """Real arguments and named ones, and the tensors among them."""
+    made: dict[int, Tensor] = {}
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) not in made:
+                made[id(x)] = _scaled_tensor(x, scale)
+            return made[id(x)]
+        return scale(x) if type(x) is int and x > 1 else x
+
+    real = tree_map(one, args), tree_map(one, {k: v for k, v in kwargs.items() if k != "device"})
+    return *real, list(made.values())
 
 
 def _shares(results: list[Tensor], operands: list[Tensor]) -> list[tuple[int, int]]:
@@ -229,38 +226,22 @@ def _alone() -> Iterator[None]:
 def _run_real(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int], device: str) -> list[Tensor | None]:
     """What the operator gives for small real arguments: tensors, and None for those it leaves out."""
     with _alone(), kept_draws(device), torch.no_grad():
-        made: dict[int, Tensor] = {}
-        real_args, real_kwargs = _scaled(args, scale, made), {k: _scaled(v, scale, made) for k, v in kwargs.items() if k != "device"}
-        there = {id(t): t.to(device) for t in made.values()}
+        real_args, real_kwargs, operands = _scaled(args, kwargs, scale)
+        there = {id(t): t.to(device) for t in operands}
         real_args, real_kwargs = tree_map(lambda x: there.get(id(x), x), (real_args, real_kwargs))
-        results = func(*real_args, **real_kwargs)
-    flat: list[Tensor | None] = []
-    for r in results if isinstance(results, (list, tuple)) else [results]:
-        flat += r if isinstance(r, (list, tuple)) else [r]
-    return flat
+        return tree_leaves(func(*real_args, **real_kwargs))
 
 
 def _run(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int]) -> str:
     with _alone():
-        made: dict[int, Tensor] = {}
-        real_args = _scaled(args, scale, made)
-        real_kwargs = {k: _scaled(v, scale, made) for k, v in kwargs.items() if k != "device"}
-        operands = list(made.values())
+        real_args, real_kwargs, operands = _scaled(args, kwargs, scale)
         before = [t.clone() for t in operands]
         versions = [t.storage_offset() for t in operands]
     fakes = FakeTensorMode()
     with fakes, torch.autocast("cpu", enabled=False):  # a region may be open around everything
-        known: dict[int, Tensor] = {}
-
-        def fake(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                if id(x) not in known:
-                    known[id(x)] = fakes.from_tensor(x)
-                return known[id(x)]
-            return [fake(item) for item in x] if isinstance(x, (list, tuple)) else x
-
-        fake_results = _tensors(promise(func, tuple(fake(real_args)), {k: fake(v) for k, v in real_kwargs.items()}))
-        fake_operands = [fake(t) for t in operands]
+        known: dict[int, Tensor] = {id(t): fakes.from_tensor(t) for t in operands}
+        fake_args, fake_kwargs = tree_map(lambda x: known.get(id(x), x), (real_args, real_kwargs))
+        fake_results, fake_operands = _tensors(promise(func, fake_args, fake_kwargs)), list(known.values())
     with _alone(), torch.no_grad():
         results = _tensors(func(*real_args, **real_kwargs))
     for i, (t, old) in enumerate(zip(operands, before, strict=True)):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from interlace.errors import CaptureError
 
@@ -219,11 +220,8 @@ class Constants:
             return self._size(a, example) if isinstance(a, torch.SymInt) else a
 
         out = func(*[real(a) for a in args], **{k: real(v) for k, v in kwargs.items()})
-        flat: list[Tensor] = []
-        for r in out if isinstance(out, (tuple, list)) else (out,):
-            flat += r if isinstance(r, (tuple, list)) else [r]
-        done[id(t)] = flat[index]
-        return flat[index]
+        done[id(t)] = tree_leaves(out)[index]
+        return done[id(t)]
 
     def _size(self, n: Any, example: int) -> int:
         return self._size_of(n, example) if isinstance(n, torch.SymInt) else n

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -78,6 +78,19 @@ def kept_generators() -> Iterator[None]:
         random.setstate(before)
         if numpy is not None:
             numpy.random.set_state(other)
+
+
+@contextlib.contextmanager
+def kept_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Tensors hold what they held before, in the memory that they had, whatever is written to them within."""
+    saved = [(t, t.detach(), t.detach().clone()) for t in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, alias, value in saved:
+                t.data = alias
+                t.copy_(value)
 
 
 def drawing_line(run: Callable[[], Any], sites: Sites) -> tuple[str, str | None]:

@@ -15,8 +15,8 @@ from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import check_parameters, collect, device_type
-from interlace.capture.opaque import any_call, only_in
-from interlace.capture.program import Captured, default_loss
+from interlace.capture.opaque import any_call
+from interlace.capture.program import Captured, captured, default_loss
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import without_collection
 
@@ -45,10 +45,4 @@ def capture_any(
         trace.run(loss_fn or default_loss, batch)
         trace.check()
         text = trace.text(groups, 1, rng_mode)
-    params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
-    return Captured(
-        text=text, input_spec=trace.spec, params=params, buffers={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind != "param"},
-        consts=trace.consts, tensors={t.name: t.real for t in trace.tensors}, aliases={a: t.name for t in trace.tensors for a in t.aliases},
-        outputs=list(trace.outputs), opaque=[ANY], opaque_calls=calls[ANY], sometimes=only_in(calls[ANY], params, trace.recorder.lines),
-        num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=[], grown=[], begun=[], rewrites=[],
-    )  # fmt: skip
+    return captured(trace, text, begin, [])

@@ -20,22 +20,12 @@ FORMATS = {
     torch.preserve_format: "preserve", torch.contiguous_format: "contiguous", torch.channels_last: "channels_last",
     torch.channels_last_3d: "channels_last_3d",
 }  # fmt: skip
+_ESCAPES = str.maketrans({'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"})
 
 
 def quote(text: str) -> str:
     """A string literal."""
-    out = ['"']
-    for c in text:
-        if c in '"\\':
-            out.append("\\" + c)
-        elif c == "\n":
-            out.append("\\n")
-        elif c == "\t":
-            out.append("\\t")
-        else:
-            out.append(c)
-    out.append('"')
-    return "".join(out)
+    return f'"{text.translate(_ESCAPES)}"'
 
 
 def number(x: int | float | bool) -> str:

@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.capture.constants import Constants
+from interlace.capture.patches import patched
 from interlace.capture.sites import is_user_file
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ _MATH = ("exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "sin", "cos", 
 @contextlib.contextmanager
 def math_of_numbers(constants: Constants) -> Iterator[None]:
     """Python's math of tensors that stand for numbers, which it would read, and the lesser or greater of some."""
-    before, bounds = {name: getattr(math, name) for name in _MATH}, (min, max)
+    before = {name: getattr(math, name) for name in _MATH}
 
     def of(name: str) -> Callable[..., Any]:
         def compute(*args: Any) -> Any:
@@ -73,15 +74,9 @@ def math_of_numbers(constants: Constants) -> Iterator[None]:
 
         return compute
 
-    try:
-        for name in _MATH:
-            setattr(math, name, of(name))
-        builtins.min, builtins.max = bound("minimum", min), bound("maximum", max)  # type: ignore[assignment]
+    bounds = {"min": bound("minimum", min), "max": bound("maximum", max)}
+    with patched(math, **{name: of(name) for name in _MATH}), patched(builtins, **bounds):
         yield
-    finally:
-        builtins.min, builtins.max = bounds
-        for name, function in before.items():
-            setattr(math, name, function)
 
 
 @contextlib.contextmanager
@@ -90,8 +85,8 @@ def asked_as_python(constants: Constants, spaces: Iterable[dict[str, Any]]) -> I
     and in sets and dicts, which read it: `factors.get(epoch, 1.0)`."""
     is_one, has, is_tensor, own_hash, numbers = isinstance, hasattr, torch.is_tensor, torch.Tensor.__hash__, constants.numbers
 
-    def asked(x: Any) -> bool:
-        return id(x) in numbers and is_user_file(sys._getframe(2).f_code.co_filename)
+    def asked(x: Any, depth: int = 2) -> bool:
+        return id(x) in numbers and is_user_file(sys._getframe(depth).f_code.co_filename)
 
     def like(x: Tensor) -> Any:
         return 0.0 if x.is_floating_point() else x.dtype != torch.bool and 0
@@ -108,38 +103,57 @@ def asked_as_python(constants: Constants, spaces: Iterable[dict[str, Any]]) -> I
     def hashed(t: Tensor) -> int:
         return hash(aten._local_scalar_dense(t)) if asked(t) else own_hash(t)
 
+    def kind_of(*args: Any, **named: Any) -> Any:
+        return type(like(args[0]) if asked(args[0], 3) else args[0]) if len(args) == 1 else type(*args, **named)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(builtins, isinstance=instance, hasattr=has_one))
+        stack.enter_context(patched(torch, is_tensor=tensor))
+        stack.enter_context(patched(torch.Tensor, __hash__=hashed))
+        for space in spaces:
+            stack.enter_context(_renamed(space, {"type": _called(type, kind_of)}))
+        yield
+
+
+def _called(base: Any, call: Callable[..., Any]) -> type:
+    """What is `base` to isinstance() and issubclass(), and has another call."""
+
     class Kind(type):
         def __instancecheck__(cls, x: Any) -> bool:
-            return is_one(x, type)
+            return isinstance(x, base)
 
         def __subclasscheck__(cls, other: type) -> bool:
-            return issubclass(other, type)
+            return issubclass(other, base)
 
         def __call__(cls, *args: Any, **named: Any) -> Any:
-            return type(like(args[0]) if len(args) == 1 and asked(args[0]) else args[0]) if len(args) == 1 else type(*args, **named)
+            return call(*args, **named)
 
-    changed = [space for space in spaces if "type" not in space]
+    return Kind(base.__name__, (base,), {})
+
+
+@contextlib.contextmanager
+def _renamed(space: dict[str, Any], names: dict[str, Any]) -> Iterator[None]:
+    """Globals of code with these names, where they have none of their own."""
+    new = {name: value for name, value in names.items() if name not in space}
+    space.update(new)
     try:
-        builtins.isinstance, builtins.hasattr, torch.is_tensor = instance, has_one, tensor  # type: ignore[assignment]
-        torch.Tensor.__hash__ = hashed  # type: ignore[method-assign, assignment]
-        for space in changed:
-            space["type"] = Kind("type", (type,), {})
         yield
     finally:
-        builtins.isinstance, builtins.hasattr, torch.is_tensor = is_one, has, is_tensor
-        torch.Tensor.__hash__ = own_hash  # type: ignore[method-assign]
-        for space in changed:
-            space.pop("type", None)
+        for name in new:
+            space.pop(name, None)
 
 
 @contextlib.contextmanager
 def standing(constants: Constants, stands: dict[str, dict[str, Any]]) -> Iterator[None]:
     """`x.item()`, `int(x)` and `float(x)` of the user's lines `stands` give tensors that stand for the numbers: `loss / mask.sum().item()`.
     By the globals of the code there, whose names for Python's types are others meanwhile."""
+    if not stands:
+        yield
+        return
     item = torch.Tensor.item
 
-    def here(t: Any) -> bool:
-        frame = sys._getframe(2)
+    def here(t: Any, depth: int = 2) -> bool:
+        frame = sys._getframe(depth)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return place in stands and isinstance(t, FakeTensor) and t.numel() == 1 and not constants.knows(t)
 
@@ -156,30 +170,14 @@ def standing(constants: Constants, stands: dict[str, dict[str, Any]]) -> Iterato
         return number(t, None) if here(t) else item(t)
 
     def of_type(base: Any) -> type:
-        class Kind(type):
-            def __instancecheck__(cls, x: Any) -> bool:
-                return isinstance(x, base)
+        def call(*args: Any, **named: Any) -> Any:
+            return number(args[0], base) if len(args) == 1 and here(args[0], 3) else base(*args, **named)
 
-            def __subclasscheck__(cls, other: type) -> bool:
-                return issubclass(other, base)
+        return _called(base, call)
 
-            def __call__(cls, *args: Any, **named: Any) -> Any:
-                return number(args[0], base) if len(args) == 1 and here(args[0]) else base(*args, **named)
-
-        return Kind(base.__name__, (base,), {})
-
-    names = {base.__name__: of_type(base) for base in (int, float)} if stands else {}
-    spaces = list({id(space): space for space in stands.values()}.values())
-    own = [(space, {name: space[name] for name in names if name in space}) for space in spaces]
-    try:
-        if stands:
-            torch.Tensor.item = of_item  # type: ignore[method-assign, assignment]
-        for space, known in own:
-            space.update({name: kind for name, kind in names.items() if name not in known})
+    names = {base.__name__: of_type(base) for base in (int, float)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(torch.Tensor, item=of_item))
+        for space in {id(space): space for space in stands.values()}.values():
+            stack.enter_context(_renamed(space, names))
         yield
-    finally:
-        if stands:
-            del torch.Tensor.item  # type: ignore[misc]
-        for space, known in own:
-            for name in names.keys() - known.keys():
-                space.pop(name, None)

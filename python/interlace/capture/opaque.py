@@ -26,6 +26,7 @@ from interlace.capture.any_batch import ANY, NUMBER, AnyBatch
 from interlace.capture.effects import draws, generators
 from interlace.capture.inputs import Path, leaves, rebuild
 from interlace.capture.model_tensors import device_type, tensors_of
+from interlace.capture.patches import patched
 from interlace.capture.reads import Told
 from interlace.capture.real_run import Resized, resized, run_for_real
 from interlace.capture.recorder import Recorder
@@ -123,14 +124,14 @@ class Whole(nn.Module):
 
 
 class StandIn:
-    """In the model's place in its loss function: calls give what `call` gives, and what else is used of the model is noted."""
+    """In the model's place in its loss function: calls give what `call` gives, which is kept, and what else is used of the model is noted."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        self._model, self._call, self.calls, self.touched = model, call, 0, False
+        self._model, self._call, self.results, self.touched = model, call, list[Any](), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self._call(*args, **kwargs)
+        self.results.append(self._call(*args, **kwargs))
+        return self.results[-1]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
@@ -204,19 +205,13 @@ def learn_calls(
 
 def _running_tail(loss_fn: Callable[[Any, Any], Any], why: str, calls: list[OpaqueCall]) -> Callable[[nn.Module, Any], None]:
     def run(model: nn.Module, batch: Any) -> None:
-        results: list[Any] = []
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            results.append(model(*args, **kwargs))
-            return results[-1]
-
-        stand_in = StandIn(model, call)
+        stand_in = StandIn(model, model)
         loss_fn(stand_in, batch)
-        if stand_in.touched or not results:
+        if stand_in.touched or not stand_in.results:
             raise Unfit(TAIL, "the loss function uses parts of the model")
         tail = Tail(model, loss_fn)
         with _noting(tail, TAIL, why, calls, model):
-            tail(results, batch)
+            tail(stand_in.results, batch)
 
     return run
 
@@ -260,11 +255,8 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], mod
         )  # fmt: skip
         return result
 
-    module.forward = noting  # type: ignore[method-assign, assignment]
-    try:
+    with patched(module, forward=noting):
         yield
-    finally:
-        del module.forward  # type: ignore[attr-defined]
 
 
 # ---- while tracing ----
@@ -354,14 +346,19 @@ class _Opaque(torch.autograd.Function):
         return None, None, None, *(given.get(i) for i in range(len(saved) - call.random))
 
 
+def full_name(call: OpaqueCall, name: str) -> str:
+    """A parameter's name in the model."""
+    if call.path in (LOSS, TOLD, ANY):
+        return name.removeprefix("model.")
+    return name if call.path in ("", TAIL) else f"{call.path}.{name}"
+
+
 def only_in(calls: Sequence[OpaqueCall], names: Mapping[str, int], lines: Sequence[str]) -> list[str]:
     """Of the parameters (name -> value id) that opaque calls give gradients to, those that nothing else uses: in a step in which their
     module does not use them they have no gradient at all."""
     asked: set[str] = set()
     for call in calls:
-        inside = "" if call.path in ("", LOSS, TAIL, TOLD, ANY) else f"{call.path}."
-        own = [n.removeprefix("model.") if call.path in (LOSS, TOLD, ANY) else n for n in call.params]
-        asked |= {f"{inside}{own[i - len(call.inputs)]}" for i in call.wanted if i >= len(call.inputs)}
+        asked |= {full_name(call, call.params[i - len(call.inputs)]) for i in call.wanted if i >= len(call.inputs)}
     elsewhere: set[str] = set()
     for line in lines:
         right = line.partition(" = ")[2] if " = " in line else line

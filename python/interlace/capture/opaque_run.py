@@ -16,7 +16,8 @@ from interlace.capture.effects import kept_draws, states_of
 from interlace.capture.inputs import rebuild
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import flat_weights_kept
-from interlace.capture.opaque import LOSS, TAIL, TOLD, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
+from interlace.capture.opaque import Meta, OpaqueCall, flags_of, full_name, module_at, tensor_leaves
+from interlace.capture.patches import patched
 from interlace.capture.tracing import with_left
 from interlace.errors import CaptureError
 
@@ -213,25 +214,11 @@ def _in_places(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
             table[key] = t
 
 
-def full_name(call: OpaqueCall, name: str) -> str:
-    """A parameter's name in the model."""
-    if call.path in (LOSS, TOLD, ANY):
-        return name.removeprefix("model.")
-    return name if call.path in ("", TAIL) else f"{call.path}.{name}"
-
-
 @contextlib.contextmanager
 def _flags(module: nn.Module, training: dict[str, bool]) -> Iterator[None]:
     """The training flags that a call was learnt with, of the modules that are there: a forward may put others in their place (BigBird)."""
-    before = flags_of(module)
-    if before == training:
+    with contextlib.ExitStack() as stack:
+        for name, m in module.named_modules() if flags_of(module) != training else ():
+            if name in training:
+                stack.enter_context(patched(m, training=training[name]))
         yield
-        return
-    modules = [(m, training[name], before[name]) for name, m in module.named_modules() if name in training]
-    for m, flag, _ in modules:
-        m.training = flag
-    try:
-        yield
-    finally:
-        for m, _, flag in modules:
-            m.training = flag

@@ -229,13 +229,7 @@ class Pilot:
     def scalars(self, group: int) -> dict[str, list[Any]]:
         """Counters and the like that the optimizer keeps for a parameter of the group, as JSON has them: [number, kind]."""
         member = self.members[group][0]
-        found: dict[str, list[Any]] = {}
-        for name, v in member.state.items():
-            if isinstance(v, Tensor) and not _is_vector(v, member.weight):
-                found[name] = [v.item(), str(v.dtype).removeprefix("torch.")]
-            elif isinstance(v, (bool, int, float)):
-                found[name] = [v, type(v).__name__]
-        return found
+        return as_scalars({name: v for name, v in member.state.items() if not _is_vector(v, member.weight)})
 
     def with_group_of(self, other: Pilot, group: int) -> Pilot:
         """With another pilot's parameter for a group."""
@@ -258,6 +252,17 @@ class Pilot:
 
 
 _MACHINERY = {"param_groups", "state", "step"}
+
+
+def as_scalars(entry: dict[str, Any]) -> dict[str, list[Any]]:
+    """The numbers of a parameter's state, which has no other tensors: name → [number, kind]."""
+    found = {}
+    for name, v in entry.items():
+        if isinstance(v, Tensor):
+            found[name] = [v.item(), str(v.dtype).removeprefix("torch.")]
+        elif isinstance(v, (bool, int, float)):
+            found[name] = [v, type(v).__name__]
+    return found
 
 
 def as_state(scalars: dict[str, list[Any]]) -> dict[str, Any]:

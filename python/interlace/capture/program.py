@@ -117,9 +117,10 @@ def capture(
         trace, grown, rewrites = None, list[str](), False
         while trace is None:
             try:
-                trace = _traced(
-                    model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
+                trace_with = functools.partial(
+                    _whole, model, tensors, batch, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
                 )
+                trace = _traced(trace_with, loss_fn, device_type(t.real for t in tensors)) if casts.autocast else trace_with(loss_fn)
                 trace = trace if written.settled(trace.recorder) else None
             except Counts as e:
                 undecided = {*undecided, *e.places}
@@ -134,6 +135,11 @@ def capture(
                 if not grows or grown or not (grown := grow(model, tensors, loss_fn, batch)):
                     raise
         text = _stacked(trace.text(groups, micro_batches, rng_mode))
+    return captured(trace, text, begin, grown)
+
+
+def captured(trace: Trace, text: str, begin: float, grown: list[str]) -> Captured:
+    """What a finished trace, which has this text, is kept as. `begin`: of the capture, by time.perf_counter()."""
     params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
     # What modules give is of the trace alone; its classes need not be known to other ranks.
     opaque_calls = [dataclasses.replace(c, result=None) for calls in trace.opaque_calls.values() for c in calls]
@@ -172,23 +178,11 @@ def default_loss(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-def _traced(
-    model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
-    symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
-    written: WrittenAttention,
-) -> Trace:  # fmt: skip
-    """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
-    if not casts.autocast:
-        return _whole(
-            model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
-        )
-    device = device_type(t.real for t in tensors)
+def _traced(whole: Callable[[Callable[[nn.Module, Any], Any]], Trace], loss_fn: Callable[[nn.Module, Any], Any], device: str) -> Trace:
+    """The finished trace, under torch.autocast unless the loss function opens it itself."""
     with regions_opened(device) as opened:
         try:
-            trace = _whole(
-                model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
-            )
+            trace = whole(loss_fn)
         except CaptureError as e:
             e.opens = bool(opened)  # type: ignore[attr-defined]
             raise
@@ -199,14 +193,13 @@ def _traced(
         with torch.autocast(device):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written)
+    return whole(cast)
 
 
 def _whole(
-    model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
-    symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
-    written: WrittenAttention,
+    model: nn.Module, tensors: list[ModelTensor], batch: Any, symbolic: bool | Collection[str], fullgraph: bool, casts: Casts,
+    numbers: Collection[str], watch: Watch, values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str],
+    rewrites: bool, written: WrittenAttention, loss_fn: Callable[[nn.Module, Any], Any],
 ) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""

@@ -26,6 +26,7 @@ from interlace.capture.constants import NotConstant
 from interlace.capture.functional import draws, op_info
 from interlace.capture.inputs import leaves, path_name, rebuild
 from interlace.capture.numbers import standing
+from interlace.capture.patches import patched
 from interlace.capture.sites import OUTSIDE, TORCH, Sites, is_user_file, user_place
 from interlace.capture.watch import plain
 from interlace.capture.ways import Ways
@@ -122,7 +123,7 @@ class Reads:
 def reading(reads: Reads) -> Iterator[None]:
     """numpy(), tolist() and format() of fake tensors, which would read element by element or not at all; the truth of one that is a number,
     which is another question than what number it is; and what is printed and logged of numbers that are none goes nowhere."""
-    numpy, tolist, form, level, out = torch.Tensor.numpy, FakeTensor.tolist, torch.Tensor.__format__, logging.root.manager.disable, sys.stdout
+    numpy, form, level, out = torch.Tensor.numpy, torch.Tensor.__format__, logging.root.manager.disable, sys.stdout
     item, truth = torch.Tensor.item, torch.Tensor.__bool__
     until = types.SimpleNamespace(write=lambda text: len(text) if reads.count else out.write(text), flush=out.flush, isatty=out.isatty)
 
@@ -137,15 +138,14 @@ def reading(reads: Reads) -> Iterator[None]:
     def to_format(t: Any, spec: str) -> str:
         return format(item(t), spec) if isinstance(t, FakeTensor) and not t.dim() else form(t, spec)
 
+    def to_list(t: Any) -> Any:
+        return to_numpy(t).tolist() if t.dim() else item(t)
+
     try:
-        torch.Tensor.numpy, torch.Tensor.__format__ = to_numpy, to_format  # type: ignore[method-assign, assignment]
-        torch.Tensor.__bool__ = to_bool  # type: ignore[method-assign, assignment]
-        FakeTensor.tolist = lambda t: to_numpy(t).tolist() if t.dim() else item(t)  # type: ignore[method-assign, assignment]
-        with contextlib.redirect_stdout(until), standing(reads.ways.constants, reads.stands):  # type: ignore[type-var]
+        with patched(torch.Tensor, numpy=to_numpy, __format__=to_format, __bool__=to_bool), patched(FakeTensor, tolist=to_list), \
+                contextlib.redirect_stdout(until), standing(reads.ways.constants, reads.stands):  # type: ignore[type-var]  # fmt: skip
             yield
     finally:
-        del torch.Tensor.numpy, torch.Tensor.__bool__  # type: ignore[misc]
-        FakeTensor.tolist, torch.Tensor.__format__ = tolist, form  # type: ignore[method-assign]
         logging.disable(level)
 
 
@@ -188,11 +188,8 @@ class Told(nn.Module):
                 _compare(f"module '{paths[id(m)]}'", next(wanted), _tensors(result))
             return result
 
-        nn.Module.__call__ = run  # type: ignore[method-assign]
-        try:
+        with patched(nn.Module, __call__=run):
             return self.loss_fn(self.model, batch)
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 def _tensors(result: Any) -> list[Tensor]:

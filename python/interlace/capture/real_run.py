@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture.effects import Stored, kept_draws, kept_generators
+from interlace.capture.effects import Stored, kept_draws, kept_generators, kept_values
 from interlace.capture.inputs import leaves, on_device, rebuild
 from interlace.capture.model_tensors import ModelTensor, collect, device_type, swapped, tensors_of
 from interlace.capture.watch import Watch
@@ -45,7 +45,7 @@ def run_for_real(
     """Runs what `prepare` gives, once, without gradients; buffers, attributes and generators are afterwards as they were. `values`: of
     parameters on meta, by their ids. Errors: a model that fails; parameters that it writes."""
     own = tensors_of(model, model)[0]
-    saved = [(t.real, t.real.detach(), t.real.clone()) for t in collect(model) if t.kind != "param" and not t.real.is_meta]
+    others = [t.real for t in collect(model) if t.kind != "param" and not t.real.is_meta]
     writes = Writes({n: p if values is None else values.get(id(p), p) for n, p in own.items()})
     watch = Watch(model, loss_fn)
     device = device_type(values.values() if values else own.values())
@@ -58,6 +58,7 @@ def run_for_real(
         if values is not None:
             stack.enter_context(swapped(model, {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}))
         run = prepare(stack)
+        stack.enter_context(kept_values(others))
         there = {name: p for name, p in model.named_parameters() if name in own}
         try:
             with writes:
@@ -69,9 +70,6 @@ def run_for_real(
             raise CaptureError(f"the model fails on the example batch: {type(e).__name__}: {e}") from e
         finally:
             writes.restore()
-            for b, alias, old in saved:
-                b.data = alias
-                b.copy_(old)
     refuse_writes({name: own[name].requires_grad for name in writes.by}, writes.by)
 
 

@@ -26,6 +26,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.capture.check_ops import dtypes_of, promise
 from interlace.capture.constants import Constants, NotConstant
@@ -39,6 +40,7 @@ from interlace.capture.sites import Sites
 from interlace.capture.sized import Sized
 from interlace.capture.storages import Entry, Storage
 from interlace.capture.ways import Ways
+from interlace.capture.writes import written_by
 from interlace.errors import CaptureError
 
 aten = torch.ops.aten
@@ -255,14 +257,7 @@ class Recorder(TorchDispatchMode):
                 break
         else:
             return args
-        return tuple(self._fake(a) for a in args)
-
-    def _fake(self, a: Any) -> Any:
-        if isinstance(a, Tensor):
-            return a if isinstance(a, FakeTensor) else self.lift(a)
-        if isinstance(a, (list, tuple)):
-            return [self._fake(x) for x in a]
-        return a
+        return tree_map_only(Tensor, lambda t: t if isinstance(t, FakeTensor) else self.lift(t), args)
 
     def arguments(self, args: tuple, kwargs: dict) -> str:
         texts = [self.literal(a) for a in args]
@@ -460,27 +455,13 @@ class Recorder(TorchDispatchMode):
 
     def _mutate_copies(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict) -> Any:
         """An operator without a functional form: it writes copies, which become the new versions."""
-        written: list[Tensor] = []
-        for name in info.mutated:
-            at = info.positions[name]
-            a = args[at] if at < len(args) else kwargs.get(name)
-            written += list(a) if isinstance(a, (list, tuple)) else [a] if isinstance(a, Tensor) else []
-        copies: dict[int, Tensor] = {}
-        for t in written:
-            copies[id(t)] = self.call(aten.clone.default, t)
-
-        def swap(a: Any) -> Any:
-            if isinstance(a, Tensor):
-                return copies.get(id(a), a)
-            return [swap(x) for x in a] if isinstance(a, (list, tuple)) else a
-
-        new_args, new_kwargs = tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}
+        written = list(written_by(func, args, kwargs))
+        copies = {id(t): self.call(aten.clone.default, t) for t in written}
+        new_args, new_kwargs = tree_map_only(Tensor, lambda t: copies.get(id(t), t), (args, kwargs))
         text = self.arguments(new_args, new_kwargs)
         values = [self.value_of(c) for c in copies.values()]
         results = func(*args, **kwargs)
-        tensors: list[Tensor | None] = []
-        for r in results if isinstance(results, (tuple, list)) else (results,):
-            tensors += r if isinstance(r, (list, tuple)) else [r]
+        tensors: list[Tensor | None] = tree_leaves(results)
         decls = []
         for r in tensors:
             if r is None:

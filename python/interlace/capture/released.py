@@ -7,13 +7,12 @@ data; here it is an error that names the user's line and the call that works.
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from interlace.capture.sites import is_installed
+from interlace.capture.sites import is_installed, line_now
 from interlace.errors import InterlaceError
 
 Tensor = torch.Tensor
@@ -44,13 +43,7 @@ _IS_META = getattr(Tensor, "is_meta").__get__  # noqa: B009 (typed as bool)  # w
 
 def user_line() -> str:
     """ "script.py:12", the innermost line that is the user's own: of no installed package, nor of Python's library, nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_installed(name):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "(no line of yours)"
+    return line_now(lambda file: not is_installed(file)) or "(no line of yours)"
 
 
 class Released(nn.Parameter):

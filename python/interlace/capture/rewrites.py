@@ -24,14 +24,12 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture.constants import Constants, NotConstant, _is_whole
-from interlace.capture.functional import omitted, op_name
+from interlace.capture.ways import const_of, operator
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
-_MAX_CONST = 64  # elements of a constant in the text
 _LINE = re.compile(r"  (?:([%_].*?) = )?([\w.]+)(\(.*)")
 
 
@@ -61,19 +59,16 @@ class Rewrites(Constants):
 
     def set_value(self, fake: Tensor, real: Tensor) -> None:
         super().set_value(fake, real)
-        if real.numel() <= _MAX_CONST and not real.is_complex():
-            with no_dispatch():
-                data = real.detach().cpu().reshape(-1).tolist()
-            self._know(fake, ["const", str(real.dtype).removeprefix("torch."), list(real.shape), data])
+        with contextlib.suppress(NotConstant):
+            self._know(fake, const_of(real))
 
     def note(self, func: OpOverload, args: tuple, kwargs: dict, results: list[Tensor | None]) -> None:
         super().note(func, args, kwargs, results)
         with contextlib.suppress(NotConstant):
-            named = {k: self._word(a) for k, a in kwargs.items() if not omitted(k) and k != "memory_format"}
-            words = [self._word(a) for a in args]
+            op = operator(func, args, kwargs, lambda t: (self._found(t),))
             for i, r in enumerate(results):
                 if r is not None:
-                    self._know(r, [op_name(func), words, named, i])
+                    self._know(r, [*op, i])
 
     def whole(self, view: Tensor, of: Tensor) -> None:
         super().whole(view, of)
@@ -155,15 +150,6 @@ class Rewrites(Constants):
         if id(t) not in self._ops and fake is not None and t.storage_offset() == 0 and (t.shape, t.stride()) == (fake.shape, fake.stride()):
             t = fake if t.dtype == fake.dtype else t
         return self._ops[id(t)] if id(t) in self._ops else _unknown()
-
-    def _word(self, a: Any) -> Any:
-        if isinstance(a, Tensor):
-            return (self._found(a),)
-        if isinstance(a, (list, tuple)):
-            return [self._word(x) for x in a]
-        if isinstance(a, torch.dtype):
-            return {"dtype": str(a).removeprefix("torch.")}
-        return a if a is None or type(a) in (bool, int, float, str) else _unknown()
 
 
 def _unknown() -> Any:

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -44,31 +45,31 @@ def short_path(filename: str) -> str:
     return os.path.basename(filename)
 
 
-def user_place(traceback: TracebackType | None) -> str:
-    """ "file.py:12" of the innermost user frame of a traceback, or "" when there is none."""
-    place = ""
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if is_user_file(filename):
-            place = f"{filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
-
-
-def user_globals(traceback: TracebackType | None) -> dict[str, Any] | None:
-    """Of the code at that place."""
+def _of_user(traceback: TracebackType | None) -> TracebackType | None:
+    """The innermost entry of a traceback that is the user's."""
     found = None
     while traceback is not None:
-        if is_user_file(traceback.tb_frame.f_code.co_filename):
-            found = traceback.tb_frame.f_globals
+        found = traceback if is_user_file(traceback.tb_frame.f_code.co_filename) else found
         traceback = traceback.tb_next
     return found
 
 
-def line_now() -> str:
-    """ "/home/.../file.py:12" of the user's line that runs now."""
+def user_place(traceback: TracebackType | None) -> str:
+    """ "file.py:12" of the innermost user frame of a traceback, or "" when there is none."""
+    found = _of_user(traceback)
+    return f"{found.tb_frame.f_code.co_filename}:{found.tb_lineno}" if found is not None else ""
+
+
+def user_globals(traceback: TracebackType | None) -> dict[str, Any] | None:
+    """Of the code at that place."""
+    found = _of_user(traceback)
+    return found.tb_frame.f_globals if found is not None else None
+
+
+def line_now(is_own: Callable[[str], bool] = is_user_file) -> str:
+    """ "/home/.../file.py:12" of the user's line that runs now, in a file that `is_own`."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
+    while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 

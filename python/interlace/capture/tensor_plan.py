@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from interlace.errors import InterlaceError
+from interlace.files import read_text
 
 # Families whose transformers config does not say how they are cut, by module. "colwise 3": of three fused projections.
 _PLANS: dict[str, dict[str, str]] = {
@@ -117,11 +118,7 @@ def read_plan(path: str | Path, shapes: Mapping[str, tuple[int, ...]], tied: Map
     line: another form, a pattern that no parameter has, a dimension that it lacks, blocks that do not divide it, a parameter that two
     lines cut (a tied one in two ways).
     """
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-        raise PlanError(f"cannot read the plan of tensor parallelism {path}: {reason}; tensor is 'auto', 'model' or a file") from None
+    text = read_text(path, "a plan of tensor parallelism (tensor is 'auto', 'model' or a file)", PlanError)
     cuts: dict[str, tuple[int, int] | None] = dict.fromkeys(shapes)
     by: dict[str, tuple[int, str]] = {}  # the line, and the name that it has there
     for number, pattern, dim, blocks in _lines(text, str(path)):

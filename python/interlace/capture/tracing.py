@@ -22,6 +22,7 @@ from interlace.capture.constants import Constants
 from interlace.capture.loss import LossForm
 from interlace.capture.lru_caches import without_caches
 from interlace.capture.numbers import math_of_numbers
+from interlace.capture.patches import patched
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
 
@@ -32,11 +33,6 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
     C++ would read; gradients of embeddings are dense."""
     make, full = torch.tensor, torch.full
 
-    def dtypes(x: Any) -> list[torch.dtype]:
-        if isinstance(x, (list, tuple)):
-            return [d for item in x for d in dtypes(item)]
-        return [x.dtype if torch.is_tensor(x) else make(x).dtype]
-
     def stacked(x: Any, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(x, (list, tuple)):
             return torch.stack([stacked(item, dtype) for item in x])
@@ -45,9 +41,11 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
     def made(data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **more: Any) -> torch.Tensor:
         if isinstance(data, FakeTensor) and id(data) in constants.numbers:  # a tensor that stands for a number
             return data.to(dtype or (torch.get_default_dtype() if data.is_floating_point() else data.dtype)).requires_grad_(requires_grad)
-        if not (isinstance(data, (list, tuple)) and any(isinstance(x, FakeTensor) for x in tree_leaves(data))):
+        items = tree_leaves(data) if isinstance(data, (list, tuple)) else []
+        if not any(isinstance(x, FakeTensor) for x in items):
             return make(data, dtype=dtype, requires_grad=requires_grad, **more)
-        return stacked(data, dtype or functools.reduce(torch.promote_types, dtypes(data))).requires_grad_(requires_grad)
+        dtypes = (x.dtype if torch.is_tensor(x) else make(x).dtype for x in items)
+        return stacked(data, dtype or functools.reduce(torch.promote_types, dtypes)).requires_grad_(requires_grad)
 
     def filled(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **more: Any) -> torch.Tensor:
         if id(fill_value) not in constants.numbers:
@@ -55,12 +53,8 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
         dtype = dtype or (torch.get_default_dtype() if fill_value.is_floating_point() else torch.int64)
         return fill_value.to(dtype).expand(size).clone().requires_grad_(requires_grad)
 
-    torch.tensor, torch.full = made, filled  # type: ignore[assignment]
-    try:
-        with _tensors_as_indices(constants), math_of_numbers(constants), _dense_gradients():
-            yield
-    finally:
-        torch.tensor, torch.full = make, full
+    with patched(torch, tensor=made, full=filled), _tensors_as_indices(constants), math_of_numbers(constants), _dense_gradients():
+        yield
 
 
 @contextlib.contextmanager
@@ -74,11 +68,8 @@ def _dense_gradients() -> Iterator[None]:
     def dense_bag(weight: Any, indices: Any, offsets: Any, by_freq: bool = False, mode: int = 0, sparse: bool = False, *more: Any) -> Any:
         return bag(weight, indices, offsets, by_freq, mode, False, *more)
 
-    torch.embedding, torch.embedding_bag = dense, dense_bag  # type: ignore[assignment]
-    try:
+    with patched(torch, embedding=dense, embedding_bag=dense_bag):
         yield
-    finally:
-        torch.embedding, torch.embedding_bag = embedding, bag
 
 
 @contextlib.contextmanager
@@ -115,11 +106,8 @@ def _tensors_as_indices(constants: Constants) -> Iterator[None]:
         value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=t.dtype)
         torch.ops.aten.index_put_.default(*found, value.to(t.dtype))
 
-    FakeTensor.__getitem__, FakeTensor.__setitem__ = chosen, write  # type: ignore[method-assign, assignment]
-    try:
+    with patched(FakeTensor, __getitem__=chosen, __setitem__=write):
         yield
-    finally:
-        del FakeTensor.__getitem__, FakeTensor.__setitem__  # type: ignore[attr-defined]
 
 
 class OpaqueModules(Protocol):
@@ -147,11 +135,8 @@ def followed_modules(sites: Sites, opaque: OpaqueModules | None = None) -> Itera
         finally:
             sites.leave()
 
-    nn.Module.__call__ = follow  # type: ignore[method-assign]
-    try:
+    with patched(nn.Module, __call__=follow):
         yield
-    finally:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 def _plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -174,28 +159,15 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
     """The model's own activation checkpointing switched off: captured as it is, it would draw dropout masks twice and
     give wrong gradients. Recomputation is the compiler's work."""
     module = torch.utils.checkpoint
-    flags = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    saved: list[tuple[Any, str, Any]] = []
-    absent = object()
-
-    def patch(owner: Any, name: str, new: Any) -> None:
-        saved.append((owner, name, vars(owner).get(name, absent)))
-        setattr(owner, name, new)
-
-    # Users hold references to checkpoint() itself, so what it calls is replaced.
-    patch(module.CheckpointFunction, "apply", lambda function, preserve, *args: function(*args))
-    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):  # before torch 2.14, and since
-        if hasattr(module, name):
-            patch(module, name, _plain_generator)
-    for m in flags:
-        m.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
+    names = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")  # before torch 2.14, and since
+    with contextlib.ExitStack() as stack:
+        # Users hold references to checkpoint() itself, so what it calls is replaced.
+        stack.enter_context(patched(module.CheckpointFunction, apply=lambda function, preserve, *args: function(*args)))
+        stack.enter_context(patched(module, **{name: _plain_generator for name in names if hasattr(module, name)}))
+        for m in model.modules():
+            if getattr(m, "gradient_checkpointing", False) is True:
+                stack.enter_context(patched(m, gradient_checkpointing=False))
         yield
-    finally:
-        for m in flags:
-            m.gradient_checkpointing = True  # type: ignore[assignment]
-        for owner, name, old in reversed(saved):
-            delattr(owner, name) if old is absent else setattr(owner, name, old)
 
 
 @contextlib.contextmanager
@@ -222,11 +194,8 @@ def without_assertions() -> Iterator[None]:
             return bool(found)
         return False
 
-    torch._check_tensor_all_with, torch._is_all_true, torch.any = known, valid, negative  # type: ignore[assignment]
-    try:
+    with patched(torch, _check_tensor_all_with=known, _is_all_true=valid, any=negative):
         yield
-    finally:
-        torch._check_tensor_all_with, torch._is_all_true, torch.any = check, all_true, any_of
 
 
 def _both(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
@@ -287,11 +256,8 @@ def known_values_are_no_trace(constants: Constants) -> Iterator[None]:
     if utils is None or ask is None:
         yield
         return
-    utils.is_fake_tensor = lambda t: ask(t) and not constants.knows(t)  # type: ignore[attr-defined]
-    try:
+    with patched(utils, is_fake_tensor=lambda t: ask(t) and not constants.knows(t)):
         yield
-    finally:
-        utils.is_fake_tensor = ask  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -308,20 +274,14 @@ def without_backward(under_way: Callable[[], bool]) -> Iterator[None]:
             "else in between are torch.autograd.grad's)"
         )
 
-    torch.autograd.backward = refused  # type: ignore[assignment]
-    try:
+    with patched(torch.autograd, backward=refused):
         yield
-    finally:
-        torch.autograd.backward = backward
 
 
 @contextlib.contextmanager
 def known_seeds(reseeded: Callable[[str], str]) -> Iterator[None]:
     """Tells of seeds and states that the model gives torch's own generator while it runs; they do nothing. `reseeded` takes the last
     function that did and gives the one before."""
-    before = {name: getattr(torch, name) for name in ("manual_seed", "set_rng_state")}
-    fork = torch.random.fork_rng
-
     def telling(name: str) -> Callable[..., Any]:
         def tell(*args: Any, **kwargs: Any) -> torch.Generator:
             reseeded(f"torch.{name}")
@@ -338,24 +298,14 @@ def known_seeds(reseeded: Callable[[str], str]) -> Iterator[None]:
         finally:
             reseeded(outside)
 
-    try:
-        for name in before:
-            setattr(torch, name, telling(name))
-            setattr(torch.random, name, getattr(torch, name))
-        torch.random.fork_rng = forked  # type: ignore[assignment]
+    tells = {name: telling(name) for name in ("manual_seed", "set_rng_state")}
+    with patched(torch, **tells), patched(torch.random, **tells, fork_rng=forked):
         yield
-    finally:
-        torch.random.fork_rng = fork  # type: ignore[assignment]
-        for name, function in before.items():
-            setattr(torch, name, function)
-            setattr(torch.random, name, function)
 
 
 @contextlib.contextmanager
 def without_inference_mode() -> Iterator[None]:
     """torch.inference_mode is no_grad: fakes need versions, which it makes none of. Users decorate with it, so its methods are replaced."""
-    mode = torch.inference_mode
-    before = mode.__enter__, mode.__exit__
     entered: list[tuple[Any, Any]] = []
 
     def enter(self: Any) -> None:
@@ -365,11 +315,8 @@ def without_inference_mode() -> Iterator[None]:
         at = next(i for i in reversed(range(len(entered))) if entered[i][0] is self)
         entered.pop(at)[1].__exit__(*error)
 
-    mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
-    try:
+    with patched(torch.inference_mode, __enter__=enter, __exit__=leave):
         yield
-    finally:
-        mode.__enter__, mode.__exit__ = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -387,7 +334,7 @@ def rank_asked(shift: int = 0) -> Iterator[list[int]]:
     asked: list[int] = []
     environ: Any = type(os.environ)
     group: Any = dist.ProcessGroup if dist.is_available() else type("None", (), {"rank": None})
-    read, get, own = environ.__getitem__, group.rank, vars(group)["rank"]
+    read, get = environ.__getitem__, group.rank
 
     def tell(rank: int, size: int) -> int:
         asked.append(rank)
@@ -398,11 +345,8 @@ def rank_asked(shift: int = 0) -> Iterator[list[int]]:
         count = read(environ, sizes[name]) if name in sizes and sizes[name] in environ else ""
         return str(tell(int(said), int(count))) if said.isdigit() and count.isdigit() and count != "0" else str(said)
 
-    environ.__getitem__, group.rank = variable, lambda group: tell(get(group), group.size())
-    try:
+    with patched(environ, __getitem__=variable), patched(group, rank=lambda group: tell(get(group), group.size())):
         yield asked
-    finally:
-        environ.__getitem__, group.rank = read, own
 
 
 def with_left(gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

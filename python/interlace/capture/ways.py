@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
 
 from interlace.capture.constants import SHAPE_ONLY, Constants, NotConstant
 from interlace.capture.functional import omitted, op_name
@@ -100,31 +101,47 @@ class Ways:
             self._operator(func, args, kwargs, index, ops, known)
         elif kwargs:
             ops.append(list(*kwargs.items()))
-        elif args[0].numel() > _MAX_CONST or args[0].is_complex():
-            raise NotConstant
         else:
-            with no_dispatch():
-                ops.append(["const", _dtype(t), list(args[0].shape), args[0].detach().cpu().reshape(-1).tolist()])
+            ops.append(const_of(args[0]))
         known[id(t)] = len(ops) - 1
         return known[id(t)]
 
     def _operator(self, func: OpOverload, args: tuple, kwargs: dict, index: int | None, ops: list[Any], known: dict[int, int]) -> None:
-        def word(a: Any) -> Any:
-            if isinstance(a, Tensor):
-                if func in SHAPE_ONLY:
-                    ops.append(["const", _dtype(a), word(tuple(a.shape)), None])
-                    return {"v": len(ops) - 1}
-                return {"v": self._write(a, ops, known)}
-            if isinstance(a, (list, tuple)):
-                return [word(x) for x in a]
-            if isinstance(a, torch.dtype):
-                return {"dtype": _dtype(a)}
-            if a is None or type(a) in (bool, int, float, str):
-                return a
-            raise NotConstant
+        def tensor(t: Tensor) -> Any:
+            if func not in SHAPE_ONLY:
+                return {"v": self._write(t, ops, known)}
+            if not all(type(n) is int for n in t.shape):
+                raise NotConstant
+            ops.append(["const", _dtype(t), list(t.shape), None])
+            return {"v": len(ops) - 1}
 
-        named = {k: word(a) for k, a in kwargs.items() if not omitted(k) and k != "memory_format"}
-        ops.append([op_name(func), [word(a) for a in args], named, index])
+        ops.append([*operator(func, args, kwargs, tensor), index])
+
+
+def operator(func: OpOverload, args: tuple, kwargs: dict, tensor: Callable[[Tensor], Any]) -> list[Any]:
+    """The name, the arguments and the named ones, as JSON has them; `tensor`: what stands for one. Raises NotConstant."""
+
+    def word(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return tensor(a)
+        if isinstance(a, (list, tuple)):
+            return [word(x) for x in a]
+        if isinstance(a, torch.dtype):
+            return {"dtype": _dtype(a)}
+        if a is None or type(a) in (bool, int, float, str):
+            return a
+        raise NotConstant
+
+    named = {k: word(a) for k, a in kwargs.items() if not omitted(k) and k != "memory_format"}
+    return [op_name(func), [word(a) for a in args], named]
+
+
+def const_of(real: Tensor) -> list[Any]:
+    """Raises NotConstant."""
+    if real.numel() > _MAX_CONST or real.is_complex():
+        raise NotConstant
+    with no_dispatch():
+        return ["const", _dtype(real), list(real.shape), real.detach().cpu().reshape(-1).tolist()]
 
 
 def _dtype(x: Tensor | torch.dtype) -> str:
@@ -172,9 +189,7 @@ def computed(ops: list[Any], inputs: Sequence[Tensor], buffer: Callable[[str], T
             space, op, *overload = name.split(".")
             func = getattr(getattr(getattr(torch.ops, space), op), overload[0] if overload else "default")
             out = func(*real(rest[0]), **{k: real(v) for k, v in rest[1].items()})
-            flat = []
-            for r in out if isinstance(out, (list, tuple)) else (out,):
-                flat += r if isinstance(r, (list, tuple)) else [r]
+            flat = tree_leaves(out)
             made.append(flat[rest[2] or 0])
     return made[-1:] if ops[-1][-1] is not None else flat
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensor
 
+from interlace.capture.patches import patched
+
 if TYPE_CHECKING:
     from interlace.capture.written import WrittenAttention
 
@@ -110,16 +112,12 @@ def _operands(args: tuple[Any, ...], named: dict[str, Any], *names: str) -> tupl
 
 @contextlib.contextmanager
 def called(w: WrittenAttention) -> Iterator[None]:
-    saved: list[tuple[Any, str, Any]] = []
-    for owner, name, instead in list(_calls(w)):
-        before = getattr(torch.Tensor if owner is FakeTensor else owner, name)
-        saved.append((owner, name, before))
-        setattr(owner, name, functools.partialmethod(_method, instead, before) if owner is FakeTensor else functools.partial(instead, before))
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in list(_calls(w)):
+            before = getattr(torch.Tensor if owner is FakeTensor else owner, name)
+            made = functools.partialmethod(_method, instead, before) if owner is FakeTensor else functools.partial(instead, before)
+            stack.enter_context(patched(owner, **{name: made}))
         yield
-    finally:
-        for owner, name, before in saved:
-            delattr(owner, name) if owner is FakeTensor else setattr(owner, name, before)
 
 
 def _method(self: Tensor, instead: Callable[..., Any], before: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -132,7 +132,7 @@ def _print_regions(funcs: list[dict[str, Any]]) -> None:
 def _kernels(funcs: list[dict[str, Any]], target: str) -> list[dict[str, Any]]:
     """A row a kernel of the regions; of a region that has none, why. Error: no Triton, another target."""
     from interlace.private import cache_folder
-    from interlace.regions.cuda import cubins
+    from interlace.regions.beside import cubins
 
     found = cubins(funcs, target, cache_folder(), lambda text: print(text, file=sys.stderr))
     names = {func["key"][:16]: func["name"] for func in funcs}

@@ -17,6 +17,7 @@ from interlace.cli.plan_tables import show
 from interlace.cli.program_file import FileError, write_text
 from interlace.config import did_you_mean, format_bytes, parse_bytes
 from interlace.errors import InterlaceError
+from interlace.files import read_text
 
 HELP = """Find the best way to train a model on a cluster: pipeline stages, data and tensor parallel, ZeRO, recomputation, offload.
 
@@ -43,7 +44,7 @@ class NothingFits(InterlaceError):
 
 def plan(
     model: Annotated[str, typer.Argument(help="A preset, a config.json, or a plan file.")],
-    cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
+    cluster: sim.Cluster = None,
     local: Annotated[
         bool,
         typer.Option("--local", help="For --ranks processes of this host, instead of --cluster: a plan that interlace train --plan runs."),
@@ -228,10 +229,7 @@ def traced(work: Work, name: str, seq: int, flash: bool, dtype: str, ignore: tup
 
 def _written_layers(file: str, flash: bool, dtype: str) -> str:
     """What --write-layers wrote, for the attention and dtype that are asked for. The sizes of a batch are open in it."""
-    try:
-        text = Path(file).read_text()
-    except UnicodeDecodeError:
-        raise FileError(f"{file} is damaged: it is not UTF-8 text") from None
+    text = read_text(file, "a file of layers", FileError)
     facts = dict(line.split(" ", 1) for line in text.splitlines()[:16] if " " in line)
     wanted = {"flash": "true" if flash else "false", "dtype": {"bfloat16": "bf16", "float32": "f32"}[dtype]}
     differ = [name for name, value in wanted.items() if facts.get(name) != value]

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from interlace.cli.simulation import LOCAL
+from interlace.cli.simulation import LOCAL, first_of_stage, with_costs
 from interlace.config import Config
-from interlace.config.schedule import fill, for_stage, items, pass_name, pipeline
+from interlace.config.schedule import fill, for_stage, items, pipeline
 from interlace.cost.machine import cores
 from interlace.errors import InterlaceError
 
@@ -109,12 +109,10 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any]:
         strategy=how.strategy, mesh=how.mesh, stages=how.borders(model), stage_order=how.stage_order, accumulation=how.accumulation,
         accumulate_mode=how.accumulate_mode, clip_norm=1.0,
     )  # fmt: skip
-    costs = f"cluster={cluster_file}"
-    standard = config.pipeline(how.ranks).replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),")
+    standard = with_costs(config.pipeline(how.ranks), cluster_file)
     one_attention = OneAttention.of(config.kernels, config.one_attention)
     passes = items(pipeline(standard, fill(how.passes(model), {"cluster": cluster_file, "ranks": how.ranks})))
-    first = "mesh" if config.stage_meshes else "pipeline"  # that depends on the stage
-    cut = next((i for i, each in enumerate(passes) if pass_name(each) == first), len(passes))
+    cut = first_of_stage(passes, config)
     programs, known = dict[int, Any](), dict[str, str]()
     whole: dict[int, Any] = {}  # by rows of a micro-batch; the most first: stages with unlike ranks have some meta lines from that one
     for stage, rows in sorted(((s, each["micro_batch"]) for s, each in enumerate(plan["stages"])), key=lambda entry: -entry[1]):

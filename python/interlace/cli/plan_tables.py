@@ -8,6 +8,7 @@ from typing import Any
 from interlace.cli.console import fitted, out, rows_table
 from interlace.cli.console import seconds as time_of
 from interlace.config import format_bytes
+from interlace.report.plan_page import recomputed
 from interlace.report.units import counted
 
 
@@ -136,12 +137,9 @@ def stage_table(plan: dict[str, Any]) -> Any:
         first, last = plan["stages"][run[0]], plan["stages"][run[1]]
         held = "".join(" +emb" * stage["embedding"] + " +head" * stage["head"] for stage in (first,))
         devices = f"{first['first_device']}-{last['first_device'] + last['devices'] - 1}"
-        kept = first["layers"] - first["full"] - first["selective"]
-        counts = ((first["full"], "full"), (first["selective"], "selective"), (kept, "kept"))
-        recompute = ", ".join(f"{count} {word}" for count, word in counts if count)
         rows.append(
             [_named(run), f"{first['layers']}{held}", devices, str(first["micro_batch"]), str(first["dp"]), str(first["tp"]),
-             str(first["zero"]), recompute, offload_text(first["offload"]) or "-", _ms(first["t_us"]), _ms(first["d_us"]),
+             str(first["zero"]), recomputed(first), offload_text(first["offload"]) or "-", _ms(first["t_us"]), _ms(first["d_us"]),
              format_bytes(first["peak_bytes"]), format_bytes(first["host_bytes"]) if first["host_bytes"] else "-"]
         )  # fmt: skip
     head = ["stage", "layers", "devices", "b", "dp", "tp", "ZeRO", "recomputed", "offload", "t ms", "d ms", "peak", "host"]

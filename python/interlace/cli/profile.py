@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from pathlib import Path
@@ -217,14 +218,12 @@ def check_mesh(text: str, file: str, ranks: int) -> None:
     if program.symbols():
         names = ", ".join(s["name"] for s in program.symbols())
         raise FileError(f"{file}: the sizes {names} are not yet numbers: give them with interlace opt --bind")
-    size = 1
     if program.stage is not None:
         raise FileError(
             f"{file} is a stage of a pipeline, whose ranks run unlike programs: the captured program has the same ops, measure those "
             "on one rank (interlace capture --model NAME -o captured.il, interlace profile --program captured.il --ranks 1)"
         )
-    for _, axis in program.mesh.items():
-        size *= axis
+    size = math.prod(program.mesh.values())
     if size != ranks:
         raise FileError(f"{file} is a program for {size} ranks: use --ranks {size}")
 

@@ -5,10 +5,11 @@ python -m interlace.cli.profile_rank JOB     (JOB is a folder with job.json, pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,17 +33,23 @@ def measures(job: dict[str, Any]) -> bool:
 
 def run_as_rank(prepare: Callable[[], Task], machine: Machine) -> Task | None:
     """The same where a launcher has started the ranks: rank 0 prepares the task and all do it. None on the others."""
-    torch.set_num_threads(machine.threads)
+    with _peers(machine.threads) as peers:
+        job, text, inputs = prepare() if peers.rank == 0 else ({}, "", b"")
+        job = json.loads(peers.broadcast("job", json.dumps(job).encode()))
+        text = peers.broadcast("program", text.encode()).decode()
+        inputs = peers.broadcast("inputs", inputs)
+        if measures(job):
+            take_part(job, text, inputs, peers)
+        return (job, text, inputs) if peers.rank == 0 else None
+
+
+@contextlib.contextmanager
+def _peers(threads: int) -> Iterator[Peers]:
+    torch.set_num_threads(threads)
     peers = Peers(torch.device("cpu"), TIMEOUT_S)
     try:
         with peers.guard():
-            job, text, inputs = prepare() if peers.rank == 0 else ({}, "", b"")
-            job = json.loads(peers.broadcast("job", json.dumps(job).encode()))
-            text = peers.broadcast("program", text.encode()).decode()
-            inputs = peers.broadcast("inputs", inputs)
-            if measures(job):
-                take_part(job, text, inputs, peers)
-            return (job, text, inputs) if peers.rank == 0 else None
+            yield peers
     finally:
         peers.close()
         if torch.distributed.is_initialized():
@@ -73,15 +80,10 @@ def take_part(job: dict[str, Any], text: str, inputs: bytes, peers: Peers) -> No
 def run(folder: str | Path) -> None:
     folder = Path(folder)
     job = json.loads((folder / "job.json").read_text())
-    torch.set_num_threads(job["machine"]["threads"])
-    peers = Peers(torch.device("cpu"), TIMEOUT_S)
     text = (folder / "program.il").read_text()
     inputs = (folder / "inputs.safetensors").read_bytes()
-    try:
-        with peers.guard():
-            take_part(job, text, inputs, peers)
-    finally:
-        peers.close()
+    with _peers(job["machine"]["threads"]) as peers:
+        take_part(job, text, inputs, peers)
 
 
 def main() -> int:
@@ -95,9 +97,6 @@ def main() -> int:
         leave_failure(message, code)
         print(f"error: {message}", file=sys.stderr, flush=True)
         return code
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
     return 0
 
 

@@ -38,22 +38,15 @@ AGAINST_HELP = "Side by side with this one: another program (same --cluster and 
 
 
 def report(
-    program: Annotated[str | None, typer.Argument(help=sim.PROGRAM_HELP, show_default=False)] = None,
-    cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
-    mesh: Annotated[str | None, typer.Option("--mesh", help=sim.MESH_HELP)] = None,
-    accumulation: Annotated[int, typer.Option("--accumulation", min=1, help=sim.ACCUMULATION_HELP)] = 1,
-    stage_order: Annotated[str, typer.Option("--stage-order", help=sim.ORDER_HELP)] = "auto",
-    profile: Annotated[str | None, typer.Option("--profile", help=sim.PROFILE_HELP)] = None,
-    machine: Annotated[str, typer.Option("--machine", help=sim.MACHINE_HELP)] = "",
-    foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
-    slow: Annotated[list[str] | None, typer.Option("--slow", help=sim.SLOW_HELP)] = None,
-    every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
+    program: sim.Program = None, cluster: sim.Cluster = None, mesh: sim.MeshText = None, accumulation: sim.Accumulation = 1,
+    stage_order: sim.StageOrder = "auto", profile: sim.ProfileFile = None, machine: sim.MachineName = "", foreign: sim.Foreign = False,
+    slow: sim.Slow = None, every_rank: sim.EveryRank = False,
     measured: Annotated[str | None, typer.Option("--measured", help=MEASURED_HELP)] = None,
     against: Annotated[str | None, typer.Option("--against", help=AGAINST_HELP)] = None,
     plan: Annotated[str | None, typer.Option("--plan", help="A plan of interlace plan instead of a program: its pipeline over time.")] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     from interlace.report import compared, render, render_compared, render_run, render_set
 
     if plan is not None:
@@ -63,7 +56,7 @@ def report(
         return
     if program is None:
         raise FileError("no program file: name one, or - for stdin (examples: interlace report --help)")
-    given = Given(cluster, mesh, accumulation, stage_order, profile, machine, foreign, slow, every_rank, measured)
+    given = Given(cluster or "", mesh, accumulation, stage_order, profile, machine, foreign, slow, every_rank, measured)
     if against is not None:
         if measured is not None:
             raise FileError("--measured is for one program: name the trace after --against")
@@ -102,18 +95,7 @@ class Pipeline:
 
 
 @dataclass
-class Given:
-    """The options that say how a program is simulated."""
-
-    cluster: str | None
-    mesh: str | None
-    accumulation: int
-    stage_order: str
-    profile: str | None
-    machine: str
-    foreign: bool
-    slow: list[str] | None
-    every_rank: bool
+class Given(sim.Given):
     measured: str | None
 
     def simulated(self, program: str) -> Any:
@@ -121,18 +103,17 @@ class Given:
         from interlace import _core
         from interlace.report import build_report
 
-        cluster = self.cluster
         if program != "-" and not Path(program).exists():
             raise FileError(f"no such file: {program}")
-        if cluster is None:
+        if not self.cluster:
             raise FileError("no cluster: give --cluster, a file or a preset such as h100-80gb-8")
         with Work() as work:
-            stages = sim.stages_of(program, self.mesh, cluster, self.accumulation, self.stage_order, work.update)
+            stages = self.stages(program, work.update)
         if stages is not None:
             if self.slow:
                 raise FileError("--slow is for one program, and axis pp makes one for each stage: leave one of them out")
             events = events_of(self.measured) if self.measured is not None else None
-            text, trace = sim.simulated_stages(stages, cluster, self.profile, self.every_rank, self.machine, self.foreign, ("json", "trace"))
+            text, trace = self.simulated_stages(stages, ("json", "trace"))
             first = _core.Program.parse(stages.texts()[0][1])
             named = f"order {self.stage_order}" if self.mesh is not None else "as it was trained"
             mesh = self.mesh or ",".join(f"{name}={size}" for name, size in first.mesh.items())
@@ -141,9 +122,9 @@ class Given:
             notes += ["with a measured step"] if events is not None else []
             return Pipeline(json.loads(text), trace, notes, first.mesh, stages.axis, events)
         step = trace_of(self.measured) if self.measured is not None else None
-        loaded = sim.load_program(program, self.mesh, cluster, self.accumulation)
-        simulate = sim.simulator(loaded, program, cluster, self.profile, self.slow, self.every_rank, self.machine, self.foreign)
-        facts = {"program": sim.shown(program), "cluster": cluster}
+        loaded = self.program(program)
+        simulate = self.simulator(loaded, program)
+        facts = {"program": sim.shown(program), "cluster": self.cluster}
         facts |= {"profile": self.profile} if self.profile is not None else {}
         facts |= {"measured": self.measured} if self.measured is not None else {}
         with Work() as work:
@@ -165,7 +146,7 @@ class Given:
         from interlace import _core
         from interlace.report import hint_to_measure
 
-        text, file = sim.read_cluster(str(self.cluster))
+        text, file = sim.read_cluster(self.cluster)
         ranks = _core.cluster_devices(text, file)
         laid_out = self.mesh is None and program != "-"
         what = f"--program {shlex.quote(program)} " if laid_out else ""
@@ -174,7 +155,7 @@ class Given:
             first = "interlace profile --program CAPTURED.il --ranks 1 --export here.profile"
         mesh = f"--mesh {self.mesh} " if self.mesh else ""
         mesh += f"--accumulation {self.accumulation} " if self.accumulation > 1 else ""
-        commands = [first, f"interlace report {shlex.quote(program)} {mesh}--cluster {shlex.quote(str(self.cluster))} --profile here.profile"]
+        commands = [first, f"interlace report {shlex.quote(program)} {mesh}--cluster {shlex.quote(self.cluster)} --profile here.profile"]
         return hint_to_measure(commands), ["times are estimates; for measured ones, on that machine:", *(f"  {c}" for c in commands)]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cli.program_file import FileError
+from interlace.files import read_text
 from interlace.report import Run, Timeline, read_log, read_trace
 
 
@@ -25,7 +26,7 @@ def run_of(name: str) -> Run | None:
         return None
     if begin.startswith(b"[") or b'"traceEvents"' in begin or b'"step"' not in begin.split(b"\n")[0]:
         return Run(name, trace=trace_of(name))
-    return Run(name, log=read_log(_text(path), name))
+    return Run(name, log=read_log(read_text(path, "a log", FileError), name))
 
 
 def trace_of(file: str) -> Timeline:
@@ -56,7 +57,7 @@ def _folder(folder: Path) -> Run:
     own_log = Path(re.sub(r"\.step-\d+$", "", os.path.normpath(folder)) + ".jsonl")
     if not (place / RUN_FILE).is_file():
         if own_log.is_file():  # it trains, and has saved nothing yet
-            return Run(str(folder), log=read_log(_text(own_log), str(own_log)))
+            return Run(str(folder), log=read_log(read_text(own_log, "a log", FileError), str(own_log)))
         raise FileError(
             f"{folder} is a folder without a run (no {RUN_FILE}): name a program, a log of interlace train --log, a trace, "
             "or what --save wrote"
@@ -66,7 +67,7 @@ def _folder(folder: Path) -> Run:
     run.settings |= {name: str(value) for name, value in record.settings.items() if value is not None}
     options = _options(place)
     if (log := _there(options.get("log") or own_log, place)) is not None:
-        run.log = read_log(_text(log), str(log))
+        run.log = read_log(read_text(log, "a log", FileError), str(log))
     if (trace := _there(options.get("trace"), place)) is not None:
         run.trace = trace_of(str(trace))
     return run
@@ -89,12 +90,3 @@ def _there(file: Any, folder: Path) -> Path | None:
         return None
     found = (each for each in (Path(file), folder / Path(file).name, folder.parent / Path(file).name) if each.is_file())
     return next(found, None)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise FileError(f"{path} is no log: it is not UTF-8 text") from None
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None

@@ -32,16 +32,9 @@ SNAPSHOT_HELP = "Write the memory history as torch.cuda.memory._snapshot() gives
 
 
 def simulate(
-    program: Annotated[str | None, typer.Argument(help=sim.PROGRAM_HELP, show_default=False)] = None,
-    cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
-    mesh: Annotated[str | None, typer.Option("--mesh", help=sim.MESH_HELP)] = None,
-    accumulation: Annotated[int, typer.Option("--accumulation", min=1, help=sim.ACCUMULATION_HELP)] = 1,
-    stage_order: Annotated[str, typer.Option("--stage-order", help=sim.ORDER_HELP)] = "auto",
-    profile: Annotated[str | None, typer.Option("--profile", help=sim.PROFILE_HELP)] = None,
-    machine: Annotated[str, typer.Option("--machine", help=sim.MACHINE_HELP)] = "",
-    foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
-    slow: Annotated[list[str] | None, typer.Option("--slow", help=sim.SLOW_HELP)] = None,
-    every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
+    program: sim.Program = None, cluster: sim.Cluster = None, mesh: sim.MeshText = None, accumulation: sim.Accumulation = 1,
+    stage_order: sim.StageOrder = "auto", profile: sim.ProfileFile = None, machine: sim.MachineName = "", foreign: sim.Foreign = False,
+    slow: sim.Slow = None, every_rank: sim.EveryRank = False,
     trace: Annotated[str | None, typer.Option("--trace", help="Write a trace for Perfetto and chrome://tracing.")] = None,
     snapshot: Annotated[str | None, typer.Option("--snapshot", help=SNAPSHOT_HELP)] = None,
     chakra: Annotated[str | None, typer.Option("--chakra", help="A folder for Chakra traces, one a rank.")] = None,
@@ -52,7 +45,7 @@ def simulate(
     size: Annotated[str, typer.Option("--bytes", help="The whole buffer of --collective, for example 1GiB.")] = "",
     ranks: Annotated[int, typer.Option("--ranks", help="Of --collective; they fill nodes.", show_default="all devices")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     from interlace import _core
 
     if show_cluster is not None:
@@ -65,22 +58,22 @@ def simulate(
     if cluster is None:
         presets = ", ".join(f"{name}-8" for name in _core.preset_names())
         raise FileError(f"no cluster: give --cluster, a file or one of the presets {presets} (any count)")
+    given = sim.Given(cluster, mesh, accumulation, stage_order, profile, machine, foreign, slow, every_rank)
     with Work() as work:
-        stages = sim.stages_of(program, mesh, cluster, accumulation, stage_order, work.update)
+        stages = given.stages(program, work.update)
     if stages is not None:
-        for given, option in ((slow, "--slow"), (snapshot, "--snapshot"), (chakra, "--chakra")):
-            if given:
+        for value, option in ((slow, "--slow"), (snapshot, "--snapshot"), (chakra, "--chakra")):
+            if value:
                 raise FileError(f"{option} is for one program, and axis pp makes one for each stage: leave one of them out")
         outputs = ("json" if as_json else "summary", *(("trace",) if trace is not None else ()))
-        texts = sim.simulated_stages(stages, cluster, profile, every_rank, machine, foreign, outputs)
+        texts = given.simulated_stages(stages, outputs)
         if trace is not None:
             write_text(trace, texts[1])
             err().print(f"wrote {trace}")
         sys.stdout.write(texts[0] if as_json else fitted(texts[0]))
         return
     folder = writable_folder(chakra) if chakra is not None else None
-    loaded = sim.load_program(program, mesh, cluster, accumulation)
-    result = sim.simulator(loaded, program, cluster, profile, slow, every_rank, machine, foreign)()
+    result = given.simulator(given.program(program), program)()
     if trace is not None:
         write_text(trace, result.trace())
         err().print(f"wrote {trace}")

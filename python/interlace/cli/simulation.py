@@ -8,93 +8,169 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from interlace.cli.program_file import FileError, read_program, stage_file
 from interlace.config import Config
 from interlace.config.forms import mesh_ranks
 from interlace.config.schedule import for_stage, items, pass_name
+from interlace.files import read_text
 
-PROGRAM_HELP = "A program file; - reads stdin."
-CLUSTER_HELP = "A cluster file (TOML), or a preset with a number of devices: h100-80gb-32, local-2."
-MESH_HELP = (
-    "Lay a captured program out on this mesh first, with the standard passes: dp=2,tp=2 (tp cuts products), pp=4,dp=2 (pp: a stage each)."
-)
-ACCUMULATION_HELP = "With --mesh, micro-batches of a step."
-ORDER_HELP = "With axis pp in --mesh, what a stage runs when: auto, 1f1b, gpipe, interleaved, zero_bubble or v."
-PROFILE_HELP = "Times measured on the real machine; what is not in it is estimated."
-MACHINE_HELP = "The fingerprint that the profile must have; by default local-N takes profiles of this machine."
-FOREIGN_HELP = "Use a profile of another machine, and say so in the result."
 LOCAL = "local-"  # presets of the machine that this runs on
-SLOW_HELP = "RANK=FACTOR: this rank computes FACTOR times slower; may be given several times."
-EVERY_RANK_HELP = "Simulate every rank although they are alike."
+
+# The options that both have.
+Program = Annotated[str | None, typer.Argument(help="A program file; - reads stdin.", show_default=False)]
+Cluster = Annotated[
+    str | None, typer.Option("--cluster", help="A cluster file (TOML), or a preset with a number of devices: h100-80gb-32, local-2.")
+]
+MeshText = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Lay a captured program out on this mesh first, with the standard passes: dp=2,tp=2 (tp cuts products), pp=4,dp=2 (pp: a stage "
+        "each).",
+    ),
+]
+Accumulation = Annotated[int, typer.Option("--accumulation", min=1, help="With --mesh, micro-batches of a step.")]
+StageOrder = Annotated[
+    str,
+    typer.Option(
+        "--stage-order", help="With axis pp in --mesh, what a stage runs when: auto, 1f1b, gpipe, interleaved, zero_bubble or v."
+    ),
+]
+ProfileFile = Annotated[
+    str | None, typer.Option("--profile", help="Times measured on the real machine; what is not in it is estimated.")
+]
+MachineName = Annotated[
+    str, typer.Option("--machine", help="The fingerprint that the profile must have; by default local-N takes profiles of this machine.")
+]
+Foreign = Annotated[bool, typer.Option("--foreign", help="Use a profile of another machine, and say so in the result.")]
+Slow = Annotated[
+    list[str] | None, typer.Option("--slow", help="RANK=FACTOR: this rank computes FACTOR times slower; may be given several times.")
+]
+EveryRank = Annotated[bool, typer.Option("--every-rank", help="Simulate every rank although they are alike.")]
 
 
-def load_program(file: str, mesh: str | None = None, cluster: str = "", accumulation: int = 1) -> Any:
-    """A program whose sizes are numbers, laid out on the mesh where there is one; else an error with the command that makes one."""
+@dataclasses.dataclass
+class Given:
+    """What these options say of how a program is simulated."""
+
+    cluster: str
+    mesh: str | None
+    accumulation: int
+    stage_order: str
+    profile: str | None
+    machine: str
+    foreign: bool
+    slow: list[str] | None
+    every_rank: bool
+
+    def program(self, file: str) -> Any:
+        """A program whose sizes are numbers, laid out on the mesh where there is one; else an error with the command that makes one."""
+        program = _sized(file)
+        if self.mesh is not None:
+            program.run_passes(",".join(self._passes(program, file, self._config("auto"))))
+        elif self.accumulation > 1:
+            raise FileError("--accumulation is of a captured program that --mesh lays out: give --mesh as well, or leave it out")
+        return program
+
+    def _config(self, order: str) -> Config:
+        return Config(mesh=self.mesh, clip_norm=1.0, accumulation=self.accumulation, stage_order=order)
+
+    def _passes(self, program: Any, file: str, config: Config) -> list[str]:
+        """Those that make of a captured program what the ranks of a mesh run: sharded over dp, its products cut over tp as is fastest
+        there."""
+        if program.level != "captured" or program.mesh:
+            raise FileError(f"--mesh lays a captured program out, and {shown(file)} is laid out already: leave --mesh out")
+        assert config.mesh is not None
+        if len({axes["dp"] for axes in config.stage_meshes}) > 1:
+            raise FileError(
+                f"{shown(file)} is one micro-batch, and stages of unlike dp have micro-batches of other rows: write one size of axis dp for "
+                "all"
+            )
+        passes = with_costs(config.pipeline(mesh_ranks(config.mesh)), self.cluster)
+        return items(passes.replace(",at=auto", f",at=auto,cluster={self.cluster}"))
+
+    def stages(self, file: str, update: Callable[[str], None]) -> Any | None:
+        """The program set of a captured program on a mesh with an axis pp, or of a pipeline's first stage and the others beside it; None:
+        there is none. Error: what the passes refuse."""
+        from interlace import _core
+
+        if self.mesh is None:
+            return _read_stages(file)
+        if self._config("auto").stage_ranks == 1:
+            return None
+        config, whole = self._config(self.stage_order), _sized(file)
+        passes = self._passes(whole, file, config)
+        before = first_of_stage(passes, config)
+        whole.run_passes(",".join(passes[:before]))
+        text, rest, programs = whole.print(), ",".join(passes[before:]), []
+        for stage in range(config.stage_ranks):
+            update(f"stage {stage + 1} of {config.stage_ranks}")
+            programs.append(_core.Program.parse(text, shown(file)))
+            programs[-1].run_passes(for_stage(rest, stage, config))
+        made = _core.ProgramSet("pp", programs)
+        made.check()
+        return made
+
+    def simulated_stages(self, made: Any, outputs: tuple[str, ...]) -> list[str]:
+        """What `_core.simulate_set` gives in each of these forms."""
+        from interlace import _core
+
+        text, _ = read_cluster(self.cluster)
+        times, machine = self._times(text)
+        how = {"profile": times, "every_rank": self.every_rank, "machine": machine, "foreign": self.foreign}
+        return [_core.simulate_set(made, text, output=form, **how) for form in outputs]
+
+    def simulator(self, program: Any, file: str) -> Callable[..., Any]:
+        """A function that simulates: (what-if factors, further slow ranks), both optional, to a `_core.Simulation`."""
+        from interlace import _core
+
+        text, cluster_file = read_cluster(self.cluster)
+        _one_rank_of_many(program, file, self.cluster, text, cluster_file)
+        times, machine = self._times(text)
+        prepared = _core.Simulator(program)
+
+        def run(what_if: dict[str, float] | None = None, slow_too: list[str] | None = None) -> Any:
+            return prepared.run(
+                text, profile=times, slow=[parse_slow(each) for each in [*(self.slow or []), *(slow_too or [])]],
+                every_rank=self.every_rank, machine=machine, foreign=self.foreign, what_if=list((what_if or {}).items()),
+                cluster_file=cluster_file, profile_file=self.profile or "profile",
+            )  # fmt: skip
+
+        return run
+
+    def _times(self, cluster: str) -> tuple[str, str]:
+        """The profile's text, and the machine that it must be of."""
+        times = read_profile(self.profile) if self.profile else ""
+        here = bool(self.profile) and not self.machine and cluster.startswith(LOCAL)
+        return times, machine_here_unless_of(times) if here else self.machine
+
+
+def with_costs(pipeline: str, cluster: str) -> str:
+    """A standard pipeline whose passes decide by this cluster's costs."""
+    return pipeline.replace("plan=auto", f"plan=auto,cluster={cluster}").replace(",overlap,", f",overlap(cluster={cluster}),")
+
+
+def first_of_stage(passes: list[str], config: Config) -> int:
+    """Where the passes begin that depend on the stage."""
+    first = "mesh" if config.stage_meshes else "pipeline"
+    return next((i for i, text in enumerate(passes) if pass_name(text) == first), len(passes))
+
+
+def _sized(file: str) -> Any:
     program = read_program(file)
     program.verify()
     symbols = [symbol["name"] for symbol in program.symbols()]
     if symbols:
         sizes = ",".join(f"{name}=NUMBER" for name in symbols)
-        listed = ", ".join(symbols)
         raise FileError(
-            f"{shown(file)}: the sizes {listed} are not yet numbers: the time of a step depends on them. Give them with\n"
+            f"{shown(file)}: the sizes {', '.join(symbols)} are not yet numbers: the time of a step depends on them. Give them with\n"
             f"  {opt_command(file, f'--bind {sizes}')}"
         )
-    if mesh is not None:
-        lay_out(program, file, Config(mesh=mesh, clip_norm=1.0, accumulation=accumulation), cluster)
-    elif accumulation > 1:
-        raise FileError("--accumulation is of a captured program that --mesh lays out: give --mesh as well, or leave it out")
     return program
-
-
-def lay_out(program: Any, file: str, config: Config, cluster: str) -> None:
-    """A captured program becomes the one that the ranks of a mesh run: sharded over dp, its products cut over tp as is fastest there."""
-    program.run_passes(",".join(_passes(program, file, config, cluster)))
-
-
-def _passes(program: Any, file: str, config: Config, cluster: str) -> list[str]:
-    if program.level != "captured" or program.mesh:
-        raise FileError(f"--mesh lays a captured program out, and {shown(file)} is laid out already: leave --mesh out")
-    assert config.mesh is not None
-    if len({axes["dp"] for axes in config.stage_meshes}) > 1:
-        raise FileError(
-            f"{shown(file)} is one micro-batch, and stages of unlike dp have micro-batches of other rows: write one size of axis dp for all"
-        )
-    passes = config.pipeline(mesh_ranks(config.mesh))
-    costs = f"cluster={cluster}"
-    passes = passes.replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),")
-    return items(passes.replace(",at=auto", f",at=auto,{costs}"))
-
-
-def stages_of(
-    file: str, mesh: str | None, cluster: str, accumulation: int, order: str, update: Callable[[str], None] | None = None
-) -> Any | None:
-    """The program set of a captured program on a mesh with an axis pp, or of a pipeline's first stage and the others beside it; None: there
-    is none. Error: what the passes refuse."""
-    from interlace import _core
-
-    if mesh is None:
-        return _read_stages(file)
-    config = Config(mesh=mesh, clip_norm=1.0, accumulation=accumulation)
-    if config.stage_ranks == 1:
-        return None
-    config = dataclasses.replace(config, stage_order=order)
-    whole = load_program(file)
-    passes = _passes(whole, file, config, cluster)
-    first = "mesh" if config.stage_meshes else "pipeline"  # that depends on the stage
-    before = next(i for i, text in enumerate(passes) if pass_name(text) == first)
-    whole.run_passes(",".join(passes[:before]))
-    text, rest, programs = whole.print(), ",".join(passes[before:]), []
-    for stage in range(config.stage_ranks):
-        if update is not None:
-            update(f"stage {stage + 1} of {config.stage_ranks}")
-        programs.append(_core.Program.parse(text, shown(file)))
-        programs[-1].run_passes(for_stage(rest, stage, config))
-    made = _core.ProgramSet("pp", programs)
-    made.check()
-    return made
 
 
 def is_stage(file: str) -> bool:
@@ -122,22 +198,6 @@ def _read_stages(file: str) -> Any | None:
     return made
 
 
-def simulated_stages(
-    made: Any, cluster: str, profile: str | None, every_rank: bool, machine: str, foreign: bool, outputs: tuple[str, ...]
-) -> list[str]:
-    """What `_core.simulate_set` gives in each of these forms."""
-    from interlace import _core
-
-    text, _ = read_cluster(cluster)
-    profile_text = read_profile(profile) if profile else ""
-    if profile and not machine and text.startswith(LOCAL):
-        machine = machine_here_unless_of(profile_text)
-    return [
-        _core.simulate_set(made, text, profile=profile_text, output=form, every_rank=every_rank, machine=machine, foreign=foreign)
-        for form in outputs
-    ]
-
-
 def opt_command(file: str, options: str) -> str:
     """An `interlace opt` command that makes another program of this one."""
     path = Path("program.il" if file == "-" else file)
@@ -146,30 +206,6 @@ def opt_command(file: str, options: str) -> str:
 
 def shown(file: str) -> str:
     return "stdin" if file == "-" else file
-
-
-def simulator(
-    program: Any, file: str, cluster: str, profile: str | None = None, slow: list[str] | None = None,
-    every_rank: bool = False, machine: str = "", foreign: bool = False,
-) -> Callable[..., Any]:  # fmt: skip
-    """A function that simulates: (what-if factors, further slow ranks), both optional, to a `_core.Simulation`."""
-    from interlace import _core
-
-    text, cluster_file = read_cluster(cluster)
-    _one_rank_of_many(program, file, cluster, text, cluster_file)
-    profile_text = read_profile(profile) if profile else ""
-    if profile and not machine and text.startswith(LOCAL):
-        machine = machine_here_unless_of(profile_text)
-    prepared = _core.Simulator(program)
-
-    def run(what_if: dict[str, float] | None = None, slow_too: list[str] | None = None) -> Any:
-        return prepared.run(
-            text, profile=profile_text, slow=[parse_slow(each) for each in [*(slow or []), *(slow_too or [])]],
-            every_rank=every_rank, machine=machine, foreign=foreign, what_if=list((what_if or {}).items()),
-            cluster_file=cluster_file, profile_file=profile or "profile",
-        )  # fmt: skip
-
-    return run
 
 
 def machine_here_unless_of(profile_text: str) -> str:
@@ -214,7 +250,7 @@ def read_cluster(cluster: str) -> tuple[str, str]:
             raise FileError(f"no such cluster file: {cluster}")
         return cluster, cluster
     # One line without '=' would be taken for a preset.
-    text = _read_text(path, "cluster file") + "\n"
+    text = read_text(path, "a cluster file", FileError) + "\n"
     if stack:
         text, said = re.subn(r"(?m)^stack *=.*$", f'stack = "{stack}"', text, count=1)
         text = text if said else f'stack = "{stack}"\n{text}'
@@ -227,19 +263,10 @@ def read_profile(profile: str) -> str:
         raise FileError(f"{profile} is a folder: name a profile file")
     if not path.is_file():
         raise FileError(f"no such profile: {profile}")
-    text = _read_text(path, "profile")
+    text = read_text(path, "a profile", FileError)
     if not text.strip():
         raise FileError(f"{profile} is empty: a profile begins with the line 'interlace-profile 2'")
     return text
-
-
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return path.read_text()
-    except UnicodeDecodeError:
-        raise FileError(f"{path} is not a {what}: it is not UTF-8 text") from None
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
 
 
 def parse_slow(text: str) -> tuple[int, float]:

@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from interlace.config.schedule import (
 from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes, physical_bytes
 from interlace.dist.mesh import STAGES
 from interlace.errors import InterlaceError
+from interlace.files import read_text
 
 # Meta lines that stages of unlike ranks have from the first of them that is made.
 OF_STAGES = ("stages.rows", "stages.times", "stages.room")
@@ -65,8 +67,6 @@ class Planner:
         self.config, self.programs, self.standard = config, programs, standard
         self.ranks = programs.peers.size
         self._unsettled: dict[int, str] = {}  # passes of `standard` as they were before settle_stages()
-        self._scratch: Scratch | None = None
-        self._profiles: dict[str, str] = {}  # text → path
         self._cluster: str | None = None
         self.profile = self._given_profile()  # text; "" when there is none yet
 
@@ -350,12 +350,16 @@ class Planner:
                     self._cluster = given
         return self._cluster
 
+    @cached_property
+    def _scratch(self) -> tempfile.TemporaryDirectory[str]:
+        """Gone with the process."""
+        return tempfile.TemporaryDirectory(prefix="interlace-")
+
     def _file(self, text: str, suffix: str) -> str:
-        if self._scratch is None:
-            self._scratch = Scratch()
-        if text not in self._profiles:
-            self._profiles[text] = self._scratch.file(text, suffix)
-        return self._profiles[text]
+        """The path of a file with this text, for passes to read; it has none of the characters that end an option of a pass."""
+        path = Path(self._scratch.name) / f"{key_of(text)[:16]}{suffix}"
+        path.write_text(text)
+        return str(path)
 
     def _given_profile(self) -> str:
         if self.config.profile in ("auto", "off") or self.programs.peers.rank != 0:
@@ -389,26 +393,7 @@ def tier_speed(cluster: str, config: Config) -> str:
 
 
 def _read(path: Path, what: str) -> str:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the {what} {path}: {reason}") from None
+    text = read_text(path, f"a {what}", ConfigError)
     if not text.strip():
         raise ConfigError(f"the {what} {path} is empty")
     return text
-
-
-class Scratch:
-    """Files for passes to read, on rank 0, gone with the process."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="interlace-")
-        self._count = 0
-
-    def file(self, text: str, suffix: str) -> str:
-        """The path of a new file with this text; it has none of the characters that end an option of a pass."""
-        self._count += 1
-        path = Path(self._folder.name) / f"{self._count}{suffix}"
-        path.write_text(text)
-        return str(path)

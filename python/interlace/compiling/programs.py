@@ -186,9 +186,8 @@ class Programs:
         """An executor of a program that takes turns with the one that runs, on its states and buffers."""
         self.compare_digests(source)
         built = self.build(source, executor, ir)
-        running = {b["name"] for b in ir.buffers()}
-        for buffer in built.ir.buffers():
-            if buffer["name"] not in running and buffer["name"] in source.constants:  # of this trace alone; else values.py has it
+        for buffer in _own_buffers(built, ir):
+            if buffer["name"] in source.constants:  # of this trace alone; else values.py has it
                 built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
         return built
 
@@ -199,10 +198,8 @@ class Programs:
         if known.issuperset(state_name(s) for s in ir.states() if s["out"]):
             return kept
         built = self.build(kept.source, executor)  # there was room for both
-        running = {b["name"] for b in ir.buffers()}
-        for buffer in built.ir.buffers():
-            if buffer["name"] not in running:
-                built.executor.tensor(buffer["value"]).copy_(kept.executor.tensor(buffer["value"]))
+        for buffer in _own_buffers(built, ir):
+            built.executor.tensor(buffer["value"]).copy_(kept.executor.tensor(buffer["value"]))
         return built
 
     def parse(self, source: Source) -> Any:
@@ -384,6 +381,12 @@ class Programs:
     def has_tier(self) -> bool:
         """Whether there is a place for what leaves memory."""
         return self.config.tier is not None or self.peers.device.type != "cpu"
+
+
+def _own_buffers(built: Built, running: Any) -> list[dict[str, Any]]:
+    """Those that the running program has not."""
+    known = {b["name"] for b in running.buffers()}
+    return [b for b in built.ir.buffers() if b["name"] not in known]
 
 
 def state_name(state: dict[str, Any]) -> str:

@@ -38,16 +38,17 @@ class Groups:
         """Makes the groups, once; call when all ranks have been heard of, because it waits for them."""
         if self.size == 1 or self._groups:
             return
+        self._groups["native"], _ = self._group(None, "native")
+        if self.device.type != "cpu":
+            self._groups["host"], self._connections = self._group(None, "host", "gloo")
+
+    def _group(self, ranks: tuple[int, ...] | None, what: str, backend: str = "") -> tuple[Any, list[tuple[int, int]]]:
+        """A group of torch's of these ranks (None: all), for tensors on the trainer's device, and its connections. All ranks must call it."""
+        backend = backend or ("gloo" if self.device.type == "cpu" else native_backend(self.device))
         limit = datetime.timedelta(seconds=self.timeout_s)
-
-        def make(backend: str, what: str) -> Any:
-            with listening_until_met() as self._connections:
-                return dist.new_group(backend=backend, timeout=limit, group_desc=f"interlace {what}")
-
-        if self.device.type == "cpu":
-            self._groups = {"native": make("gloo", "native")}
-        else:
-            self._groups = {"native": make(native_backend(self.device), "native"), "host": make("gloo", "host")}
+        with listening_until_met() as connections:
+            made = dist.new_group(ranks and list(ranks), backend=backend, timeout=limit, group_desc=f"interlace {what}")
+        return made, connections
 
     @property
     def native(self) -> Any:
@@ -91,11 +92,8 @@ class Groups:
             return self.native
         groups = tuple(map(tuple, mesh.groups(axes))) if not isinstance(mesh, UnlikeStages) else (tuple(mesh.group(axes)),)
         if (number, groups) not in self._along:
-            backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
-            limit = datetime.timedelta(seconds=self.timeout_s)
             for ranks in groups:
-                with listening_until_met():
-                    made = dist.new_group(list(ranks), backend=backend, timeout=limit, group_desc=f"interlace {axes}")
+                made, _ = self._group(ranks, axes)
                 if self.rank in ranks:
                     self._along[number, groups] = made
         return self._along[number, groups]
@@ -104,11 +102,9 @@ class Groups:
         """Makes the groups that stages need among their own ranks, each of which knows of its own only, on all ranks in one order."""
         mine = [tuple(mesh.group(axes)) for axes in wanted if mesh.size(axes) < self.size]
         everyone = sealed.objects(mine, self.host) or []
-        backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
         for ranks in sorted({group for groups in everyone for group in groups} - self._within):
             for number in range(1 if self.device.type == "cpu" else 2):
-                with listening_until_met():
-                    made = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=self.timeout_s))
+                made, _ = self._group(ranks, "stage")
                 if self.rank in ranks:
                     self._along[number, (ranks,)] = made
             self._within.add(ranks)
@@ -154,7 +150,7 @@ class Groups:
     def abort(self) -> None:
         """Breaks off what a device's groups are at, which would wait for a lost rank as long as their timeout allows. From any thread."""
         for group in [*self._along.values(), self._groups.get("native")]:
-            with contextlib.suppress(Exception):  # torch before 2.6 cannot
+            with contextlib.suppress(Exception):  # not every backend's can
                 group.abort()
 
     def close(self) -> None:

@@ -53,13 +53,18 @@ def _is_text(name: str, t: Tensor) -> bool:
     return name in FILL and t.dim() >= 2 and not t.is_complex() and (not t.is_floating_point() or ("mask" in name and t.dim() == 2))
 
 
+def of_all_ranks(mine: Any) -> list[Any]:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return [mine]
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
 def sizes_of(batches: Sequence[Mapping[str, Any]], wrong: str = "") -> Sizes:
     """The sizes of these batches over all ranks. Every rank must call it. Error: no program takes them all, or `wrong`."""
     mine = [{n: tuple(t.shape) for n, t in b.items() if isinstance(t, Tensor) and t.dim()} for b in batches]
-    everyone: list[Any] = [(mine, wrong)]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, wrong))
+    everyone = of_all_ranks((mine, wrong))
     if wrong := next((theirs for _, theirs in everyone if theirs), ""):
         raise InterlaceError(f"{wrong}; a program takes padded texts (packing=False and padding_free=False, or a data collator that pads)")
     found = [batch for theirs, _ in everyone for batch in theirs]

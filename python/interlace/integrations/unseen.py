@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from interlace.integrations.padding import Sizes, filled, two_lengths
+from interlace.integrations.padding import Sizes, filled, of_all_ranks, two_lengths
 
 Tensor = torch.Tensor
 Dimensions = dict[str, dict[int, tuple[str, ...]]]  # of each output: which are a text's, and whose
@@ -55,7 +54,8 @@ class Unseen:
             few, many, told = two_lengths(sizes, most)
             short = filled(batch, few, pad_id)
             first, again, other = (evaluate(b) for b in (short, short, filled(short, many, pad_id)))
-            self._known[key] = _everywhere(_compare(first, again, other, told, near))
+            found = _compare(first, again, other, told, near)
+            self._known[key] = found if all(of_all_ranks(found is not None)) else None
         return self._known[key]
 
 
@@ -77,12 +77,4 @@ def _compare(
         limit = near.loss if name == "loss" else near.outputs
         if not torch.allclose(x, y, rtol=limit, atol=limit, equal_nan=True):
             return None
-    return found
-
-
-def _everywhere(found: Dimensions | None) -> Dimensions | None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found is not None)
-        return found if all(everyone) else None
     return found

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.errors import InterlaceError
+from interlace.files import read_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,14 +43,7 @@ class PlanError(InterlaceError):
 
 def plan_text(file: str) -> str:
     """What is in a plan file, not yet read. Error: no such file, or no text."""
-    try:
-        return Path(file).read_text()
-    except FileNotFoundError:
-        raise PlanError(f"no such plan: {file}") from None
-    except UnicodeDecodeError:
-        raise PlanError(f"{file} is not a plan: it is not UTF-8 text") from None
-    except OSError as error:
-        raise PlanError(f"cannot read {file}: {error.strerror}") from None
+    return read_text(file, "a plan", PlanError)
 
 
 def read_plan(file: str) -> Plan:

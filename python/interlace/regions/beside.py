@@ -51,21 +51,36 @@ def ready(
     """The library of these regions, from `folder` or made now. `mode`: "on", or "exact" for those with the bits of their bodies alone.
     `meanwhile`: called many times a second. None where it cannot be had, which is said."""
     try:
-        wanted = wanted_of(funcs, mode, folder, device)
-        if (found := wanted.read(say)) is None:
-            wanted.at_once = len(os.sched_getaffinity(0))
-            making = Making(wanted, "; this is kept for later runs", say, limit_s)
-            try:
-                while (found := making.poll()) is None:
-                    meanwhile()
-                    time.sleep(0.05)
-            finally:
-                making.close()
-            found.seconds = making.seconds
-        return found
+        return _made(wanted_of(funcs, mode, folder, device), say, limit_s, meanwhile)
     except (RegionsError, OSError) as e:
         library.say_bodies_run(reason_of(e), say)
         return None
+
+
+def _made(wanted: Wanted, say: Callable[[str], None], limit_s: float | None, meanwhile: Callable[[], None] = lambda: None) -> Library:
+    if (found := wanted.read(say)) is None:
+        wanted.at_once = len(os.sched_getaffinity(0))
+        making = Making(wanted, "; this is kept for later runs", say, limit_s)
+        try:
+            while (found := making.poll()) is None:
+                meanwhile()
+                time.sleep(0.05)
+        finally:
+            making.close()
+        found.seconds = making.seconds
+    return found
+
+
+def cubins(
+    funcs: list[Func], target: str, folder: Path | None, say: Callable[[str], None] = log.warning, limit_s: float | None = None
+) -> cuda.Cubins:
+    """The cubins of these regions for a target of cuda.TARGETS, from `folder` or made now. Error: RegionsError, OSError."""
+    wanted = cuda.WantedCubins.on(funcs, "on", folder, target)
+    found = _made(wanted, say, limit_s)
+    noted, regions = kept.read(wanted.path, wanted.key, say) or {}, cuda.parse(wanted.path.read_bytes())
+    for region in regions:
+        region.seconds = noted[region.key]["seconds"]
+    return cuda.Cubins(wanted.path, regions, found.left, found.seconds)
 
 
 class Making:

@@ -24,15 +24,14 @@ import pickle
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from interlace.regions.body import Func
-from interlace.regions.kept import FORMAT, MAX_BYTES, RegionsError, kept, log, place, run_within
-from interlace.regions.library import COMPILE_LIMIT_S, Wanted
+from interlace.regions.kept import FORMAT, MAX_BYTES, RegionsError, place, run_within
+from interlace.regions.library import Wanted
 from interlace.regions.lower import TESTED
 from interlace.version import __version__
 
@@ -132,6 +131,8 @@ class WantedCubins(Wanted):
     def load(self) -> tuple[Any, dict[str, str]]:
         from interlace import _runtime
 
+        if not self.device:
+            return None, {}
         try:
             loaded = _loaded(self.path, self.target, self.device)
         except _runtime.Error as e:
@@ -142,7 +143,7 @@ class WantedCubins(Wanted):
         pass  # `on` has
 
     def make(self, limit_s: float) -> tuple[dict[str, Any], bytes]:
-        return _make(self.funcs, self.target, limit_s, session=False)
+        return _make(self.funcs, self.target, limit_s)
 
 
 @functools.cache
@@ -151,24 +152,6 @@ def _loaded(path: Path, target: str, device: str) -> Any:
     from interlace import _runtime
 
     return _runtime.Cubins(target, device, parse(path.read_bytes()))
-
-
-def cubins(
-    funcs: list[Func], target: str, folder: Path | None, say: Callable[[str], None] = log.warning, limit_s: float = COMPILE_LIMIT_S
-) -> Cubins:
-    """The cubins of these regions for a target of TARGETS, from `folder` or made now. Error: RegionsError, OSError."""
-    wanted = WantedCubins.on(funcs, "on", folder, target)
-
-    def make() -> tuple[dict[str, Any], bytes]:
-        say(f"compiling {len(funcs)} regions for {target}; this is kept for later runs")
-        return _make(funcs, target, limit_s, session=True)
-
-    noted, seconds = kept(wanted.path, wanted.key, make, say, limit_s)
-    regions = parse(wanted.path.read_bytes())
-    for region in regions:
-        region.seconds = noted[region.key]["seconds"]
-    left = {func["name"]: noted[func["key"][:16]]["why"] for func in funcs if noted[func["key"][:16]]["why"]}
-    return Cubins(wanted.path, regions, left, seconds)
 
 
 def _triton(target: str) -> str:
@@ -219,9 +202,9 @@ def parse(file: bytes) -> list[Region]:
     return regions
 
 
-def _make(funcs: list[Func], target: str, limit_s: float, session: bool) -> tuple[dict[str, Any], bytes]:
-    """Note and file, made in processes of their own: code generation is told of a device that is not there. `session`: with one of theirs,
-    which ends with them; else who calls this has one, and ends it."""
+def _make(funcs: list[Func], target: str, limit_s: float) -> tuple[dict[str, Any], bytes]:
+    """Note and file, made in processes of their own: code generation is told of a device that is not there. Who calls this ends its session,
+    and with it those that are left."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     workers = max(1, min(len(os.sched_getaffinity(0)), len(funcs), memory // PROCESS_BYTES))
     with tempfile.TemporaryDirectory(prefix="interlace-cubins-") as scratch:
@@ -232,7 +215,7 @@ def _make(funcs: list[Func], target: str, limit_s: float, session: bool) -> tupl
         places |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment = {**os.environ, **places, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", "interlace.regions.cubins", target, str(workers), str(made)]
-        code, errors = run_within(command, "code generation", limit_s, pickle.dumps(funcs), session=session, env=environment, cwd=scratch)
+        code, errors = run_within(command, "code generation", limit_s, pickle.dumps(funcs), env=environment, cwd=scratch)
         if code != 0 or not made.is_file():
             raise RegionsError(f"code generation failed ({code}): {(errors.strip().splitlines() or ['it said nothing'])[-1][:300]}")
         regions: list[Region] = pickle.loads(made.read_bytes())

@@ -9,18 +9,15 @@ Files are this user's alone (private.py), written whole, and read when their dig
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import hashlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,7 @@ class RegionsError(Exception):
 
 def place(folder: Path | None) -> Path:
     """Where the files are. Error: PrivateError, an OSError."""
-    return private.make_folder((folder or _scratch()) / "regions")
+    return private.make_folder((folder or Path(_scratch().name)) / "regions")
 
 
 def read(path: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] | None:
@@ -70,36 +67,13 @@ def _digest(regions: dict[str, Any], data: bytes) -> str:
     return hashlib.sha256(json.dumps(regions, sort_keys=True).encode() + b"\n" + data).hexdigest()
 
 
-def kept(
-    path: Path, key: str, make: Callable[[], tuple[dict[str, Any], bytes]], say: Callable[[str], None], limit_s: float
-) -> tuple[dict[str, Any], float]:
-    """What is noted of a file, and the seconds that making it took (0: it was there). `make`: note and file, where there is none or a damaged
-    one; one process of the host at a time. Error: RegionsError, OSError."""
-    found = read(path, key, say)
-    if found is not None:
-        return found, 0.0
-    with _alone(path.with_suffix(".lock"), say, limit_s):
-        found = read(path, key, say)  # another process may have made it meanwhile
-        if found is not None:
-            return found, 0.0
-        begin = time.monotonic()
-        found, data = make()
-        put(path, key, found, data)
-        return found, time.monotonic() - begin
-
-
-def run_within(
-    command: list[str], what: str, limit_s: float, given: bytes = b"", *, session: bool = False, **options: Any
-) -> tuple[int, str]:
-    """A command's exit status and what it said of errors. `session`: with one of its own, which ends with it. Error: it takes too long."""
-    run = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=session, **options
-    )  # fmt: skip
+def run_within(command: list[str], what: str, limit_s: float, given: bytes = b"", **options: Any) -> tuple[int, str]:
+    """A command's exit status and what it said of errors. Error: it takes too long; what it has started goes with this process's session."""
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
     try:
         _, errors = run.communicate(given, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(OSError):
-            os.killpg(run.pid, signal.SIGKILL) if session else run.kill()
+        run.kill()
         run.wait()
         raise RegionsError(f"{what} took longer than {limit_s:g} s") from None
     return run.returncode, errors.decode(errors="replace")
@@ -116,32 +90,10 @@ def take_lock(path: Path) -> int | None:
         return None
 
 
-@contextlib.contextmanager
-def _alone(path: Path, say: Callable[[str], None], limit_s: float) -> Iterator[None]:
-    """One process of the host at a time. Error: the one before takes too long."""
-    end, told = time.monotonic() + limit_s, False
-    while (fd := take_lock(path)) is None:
-        if not told:
-            say("another process of this host compiles the regions; waiting for it")
-            told = True
-        if time.monotonic() > end:
-            raise RegionsError(f"another process holds {path} for longer than {limit_s:g} s")
-        time.sleep(0.1)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
 @functools.cache
-def _scratch() -> Path:
+def _scratch() -> tempfile.TemporaryDirectory[str]:
     """Where there is no cache: a folder of this process alone."""
-    folder = tempfile.TemporaryDirectory(prefix="interlace-regions-")
-    _kept.append(folder)
-    return Path(folder.name)
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []
+    return tempfile.TemporaryDirectory(prefix="interlace-regions-")
 
 
 _said: set[str] = set()

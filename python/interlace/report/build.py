@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -125,10 +126,7 @@ def tokens_per_step(program: Any) -> int | None:
     for entry in program.inputs():
         shape = entry["shape"]
         if entry["name"].rpartition(".")[2] == "input_ids" and len(shape) == 2 and all(isinstance(n, int) for n in shape):
-            ranks = 1
-            for size in program.mesh.values():
-                ranks *= size
-            return shape[0] * shape[1] * program.accumulation * ranks
+            return math.prod([*shape, program.accumulation, *program.mesh.values()])
     return None
 
 

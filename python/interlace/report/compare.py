@@ -13,14 +13,13 @@ from typing import Any
 
 from interlace.report import html
 from interlace.report.build import Report
-from interlace.report.html import document, dot, header, table, tile, tiles_section
+from interlace.report.html import document, dot, header, section, table, tile, tiles_section, toned
+from interlace.report.modules import totals
 from interlace.report.run_log import RunLog, curve_data
 from interlace.report.run_page import Run, curves_section
 from interlace.report.set_page import CAUSES, runs
 from interlace.report.timeline import Timeline, columns, lane_kind
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
-
-SAME = 0.0005  # a change that is not worth a colour
 
 
 @dataclass
@@ -49,9 +48,7 @@ def side_of_report(name: str, report: Report) -> Side:
     }  # fmt: skip
     if summary["tokens_per_s"] is not None:
         figures["Tokens per second"] = (summary["tokens_per_s"], "count")
-    memory: dict[str, float] = {}
-    for holder in report.holders:
-        memory[holder["kind"]] = memory.get(holder["kind"], 0) + holder["bytes"]
+    memory = totals(report.holders, "kind", "bytes")
     words = dict(report.facts)
     if report.decisions is not None:
         words["chosen"] = report.decisions.chosen[0]
@@ -139,9 +136,7 @@ def change(a: float | None, b: float | None, more_is_better: bool = False) -> st
         return '<span class="same">same</span>'
     if a == 0:
         return '<span class="worse">new</span>'
-    by = b / a - 1
-    tone = "same" if abs(by) < SAME else "better" if (by > 0) == more_is_better else "worse"
-    return f'<span class="{tone}">{percent_text(by, signed=True)}</span>'
+    return toned(b / a - 1, more_is_better)
 
 
 def _tiles(a: Side, b: Side) -> str:
@@ -164,7 +159,7 @@ def _figures(a: Side, b: Side) -> str:
         none = (None, (a.figures.get(name) or b.figures[name])[1])
         (left, kind), (right, _) = a.figures.get(name, none), b.figures.get(name, none)
         rows.append(_row(escape(name), kind, left, right, name.startswith("Tokens")))
-    return f"<section><h2>Figures</h2>{table(['', 'A', 'B', 'change'], rows, 'figures')}</section>"
+    return section("Figures", "", table(["", "A", "B", "change"], rows, "figures"))
 
 
 def _lanes(a: Side, b: Side) -> str:
@@ -173,7 +168,7 @@ def _lanes(a: Side, b: Side) -> str:
         (busy_a, exposed_a), (busy_b, exposed_b) = (side.lanes.get(name, (None, None)) for side in (a, b))
         rows.append(_row(dot(f"c-{lane_kind(name)}", name), "us", busy_a, busy_b) + _row("", "us", exposed_a, exposed_b)[1:])
     head = ["lane", "busy A", "busy B", "", "exposed A", "exposed B", ""]
-    return f"<section><h2>Lanes</h2>{table(head, rows, 'lanes-of-both')}</section>" if rows else ""
+    return section("Lanes", "", table(head, rows, "lanes-of-both")) if rows else ""
 
 
 def _memory(a: Side, b: Side) -> str:
@@ -181,7 +176,7 @@ def _memory(a: Side, b: Side) -> str:
     for name in sorted({**a.memory, **b.memory}, key=lambda n: (-max(a.memory.get(n, 0), b.memory.get(n, 0)), n)):
         left, right = (side.memory.get(name, 0.0 if side.memory else None) for side in (a, b))
         rows.append(_row(dot(f"k-{name.replace(' ', '-')}", name), "bytes", left, right))
-    return f"<section><h2>Memory at the peak</h2>{table(['', 'A', 'B', 'change'], rows, 'memory-of-both')}</section>" if rows else ""
+    return section("Memory at the peak", "", table(["", "A", "B", "change"], rows, "memory-of-both")) if rows else ""
 
 
 def _words(a: Side, b: Side) -> str:
@@ -191,4 +186,4 @@ def _words(a: Side, b: Side) -> str:
     rows = [[escape(name), *(escape(pair[s]) if pair[s] is not None else "&ndash;" for s in "ab")] for name, pair in found.items()]
     note = f"Settings and decisions that are not the same; {len({**a.words, **b.words}) - len(rows)} are."
     body = table(["", "A", "B"], rows, "differs", 3) if rows else '<p class="quiet">Nothing.</p>'
-    return f'<section><h2>What differs</h2><p class="quiet">{note}</p>{body}</section>'
+    return section("What differs", note, body)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from interlace.report.html import scrolled, table
+from interlace.report.html import scrolled, section, table, toned
 from interlace.report.units import bytes_text, percent_text, time_text
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 640, 240, 70, 34, 14  # of the picture, pixels
@@ -58,27 +58,19 @@ def _rows(text: str) -> list[Row]:
 
 def render_decisions(found: Decisions) -> str:
     words = "".join(f"<li>{escape(line.strip())}</li>" for line in found.words.splitlines()[1:])
-    return (
-        "<section><h2>What was decided, and what else was tried</h2>"
-        f'<p class="quiet">{escape(found.chosen[0])}: {time_text(found.chosen[1])}, {bytes_text(found.chosen[2])}, '
-        "as the search simulated it.</p>"
-        f'<div class="columns"><div>{scrolled(_picture(found))}<ul class="quiet">{words}</ul></div>'
-        f"<div>{_worth(found)}{_tried(found)}</div></div></section>"
-    )
+    note = f"{escape(found.chosen[0])}: {time_text(found.chosen[1])}, {bytes_text(found.chosen[2])}, as the search simulated it."
+    picture = f'<div>{scrolled(_picture(found))}<ul class="quiet">{words}</ul></div>'
+    body = f'<div class="columns">{picture}<div>{_worth(found)}{_tried(found)}</div></div>'
+    return section("What was decided, and what else was tried", note, body)
 
 
 def _compared(row: Row, base: Row) -> list[str]:
-    change = row[1] / base[1] - 1 if base[1] else 0.0
-    tone = "better" if change < -0.0005 else "worse" if change > 0.0005 else "same"
-    return [escape(row[0]), time_text(row[1]), f'<span class="{tone}">{percent_text(change, signed=True)}</span>', bytes_text(row[2])]
-
-
-def _body(name: str, head: str, rows: list[list[str]]) -> str:
-    return table([escape(head), "step", "change", "memory"], rows, name)
+    return [escape(row[0]), time_text(row[1]), toned(row[1] / base[1] - 1 if base[1] else 0.0), bytes_text(row[2])]
 
 
 def _worth(found: Decisions) -> str:
-    return _body("worth", "Without this decision", [_compared(row, found.chosen) for row in found.without])
+    rows = [_compared(row, found.chosen) for row in found.without]
+    return table(["Without this decision", "step", "change", "memory"], rows, "worth")
 
 
 def _tried(found: Decisions) -> str:
@@ -88,7 +80,7 @@ def _tried(found: Decisions) -> str:
         if found.limit is not None and row[2] > found.limit:
             cells[0] += f"<small>does not fit: {percent_text(row[2] / found.limit - 1)} above the limit</small>"
         rows.append(cells)
-    return _body("tried", "Other schedules", rows)
+    return table(["Other schedules", "step", "change", "memory"], rows, "tried")
 
 
 def _picture(found: Decisions) -> str:

@@ -8,7 +8,9 @@ from importlib import resources
 from typing import Any
 
 from interlace.report.glossary import explained
+from interlace.report.units import percent_text
 
+SAME = 0.0005  # a change that is not worth a colour
 SCRIPTS = ("page.js", "memory.js", "timeline.js", "curves.js", "trace.js")
 
 
@@ -51,6 +53,17 @@ def tile(label: str, value: str, note: str = "", tone: str = "") -> str:
     return f'<div class="tile {tone}"><h2>{escape(label)}</h2><p class="value">{escape(value)}</p><p>{escape(note)}</p></div>'
 
 
+def section(title: str, note: str, body: str) -> str:
+    """`note` and `body` are HTML."""
+    said = f'<p class="quiet">{note}</p>' if note else ""
+    return f"<section><h2>{title}</h2>{said}{body}</section>"
+
+
+def words_section(title: str, words: dict[str, str]) -> str:
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in words.items())
+    return section(title, "", f"<dl>{listed}</dl>")
+
+
 def tiles_section(tiles: list[str]) -> str:
     return f'<section class="tiles" aria-label="Forecast">{"".join(tiles)}</section>'
 
@@ -72,14 +85,15 @@ def timeline(what: str, lanes: str, hint: str, presets: tuple[str, ...] = ()) ->
     )
 
 
-def table(head: list[str], rows: list[list[str]], name: str, left: int = 1) -> str:
-    """Cells are HTML; the first `left` columns are text, the others numbers. Where it is wider than the page it scrolls."""
+def table(head: list[str], rows: list[list[str]], name: str, left: int = 1, of_rows: list[str] | None = None) -> str:
+    """Cells are HTML; the first `left` columns are text, the others numbers; `of_rows`: attributes. Where it is wider than the page it
+    scrolls."""
 
-    def line(tag: str, cells: list[str]) -> str:
+    def line(tag: str, cells: list[str], attributes: str = "") -> str:
         marked = (f'<{tag} class="n">{cell}</{tag}>' if i >= left else f"<{tag}>{cell}</{tag}>" for i, cell in enumerate(cells))
-        return f"<tr>{''.join(marked)}</tr>"
+        return f"<tr{attributes}>{''.join(marked)}</tr>"
 
-    body = "".join(line("td", row) for row in rows)
+    body = "".join(line("td", row, attributes) for row, attributes in zip(rows, of_rows or [""] * len(rows), strict=True))
     return scrolled(f'<table id="{name}"><thead>{line("th", head)}</thead><tbody>{body}</tbody></table>')
 
 
@@ -107,6 +121,15 @@ def curves(series: list[dict[str, Any]]) -> str:
 
 def meter(share: float, tone: str) -> str:
     return f'<span class="meter"><span class="{tone}" style="width:{100 * min(max(share, 0), 1):.2f}%"></span></span>'
+
+
+def tone(by: float, more_is_better: bool = False) -> str:
+    """The class of a relative change."""
+    return "same" if abs(by) < SAME else "better" if (by > 0) == more_is_better else "worse"
+
+
+def toned(by: float, more_is_better: bool = False) -> str:
+    return f'<span class="{tone(by, more_is_better)}">{percent_text(by, signed=True)}</span>'
 
 
 def dot(color: str, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,25 +108,30 @@ def _add(rows: dict[str, Row], path: str, what: str, us: float) -> None:
 
 def merge_blame(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Blame of the critical path with numbered modules together, largest first; times in us."""
-    sums: dict[tuple[str, str], dict[str, Any]] = {}
-    paths: dict[tuple[str, str], set[str]] = {}
-    for entry in entries:
-        key = (merged(entry["module"]), entry["lane"])
-        row = sums.setdefault(key, {"module": key[0], "lane": key[1], "us": 0.0, "slowed_us": 0.0})
-        row["us"] += entry["us"]
-        row["slowed_us"] += entry["slowed_us"]
-        paths.setdefault(key, set()).add(entry["module"])
-    for key, row in sums.items():
-        row["merges"] = len(paths[key])
-    return sorted(sums.values(), key=lambda row: (-row["us"], row["module"], row["lane"]))
+    merges = Counter((merged(module), lane) for module, lane in {(entry["module"], entry["lane"]) for entry in entries})
+    rows = _summed(entries, ("module", "lane"), ("us", "slowed_us"))
+    return [{**row, "merges": merges[row["module"], row["lane"]]} for row in rows]
 
 
 def merge_holders(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What fills the peak, by kind and merged module, largest first."""
-    sums: dict[tuple[str, str], dict[str, Any]] = {}
+    return _summed(entries, ("kind", "module"), ("bytes", "storages"))
+
+
+def _summed(entries: list[dict[str, Any]], names: tuple[str, str], numbers: tuple[str, str]) -> list[dict[str, Any]]:
+    """The numbers of entries that have the same names when numbered modules are one; by the first number, largest first."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in entries:
-        key = (entry["kind"], merged(entry["module"]))
-        row = sums.setdefault(key, {"kind": key[0], "module": key[1], "bytes": 0, "storages": 0})
-        row["bytes"] += entry["bytes"]
-        row["storages"] += entry["storages"]
-    return sorted(sums.values(), key=lambda row: (-row["bytes"], row["kind"], row["module"]))
+        key = tuple(merged(entry[name]) if name == "module" else entry[name] for name in names)
+        row = rows.setdefault(key, dict(zip(names, key, strict=True)) | dict.fromkeys(numbers, 0))
+        for number in numbers:
+            row[number] += entry[number]
+    return sorted(rows.values(), key=lambda row: (-row[numbers[0]], *(row[name] for name in names)))
+
+
+def totals(rows: list[dict[str, Any]], by: str, of: str) -> dict[str, Any]:
+    """Sums of a number by a name, largest first."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found[row[by]] += row[of]
+    return dict(found.most_common())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from html import escape
 
+from interlace.report import html
 from interlace.report.build import Report
 from interlace.report.decisions import render_decisions
-from interlace.report.html import document, dot, header, meter, scrolled, table, tile, tiles_section, timeline
-from interlace.report.modules import Row
+from interlace.report.html import document, dot, header, meter, section, table, tile, tiles_section
+from interlace.report.modules import Row, totals
 from interlace.report.timeline import columns, lane_kind
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
 
@@ -20,13 +21,13 @@ def render(report: Report, hint: str = "") -> str:
     """The whole file. `hint`: HTML below the title."""
     title = report.facts.get("model") or report.facts.get("program", "program")
     sections = [
-        _header(report, title, hint), _tiles(report), timeline(
+        _header(report, title, hint), _tiles(report), html.timeline(
             f"{'Predicted over measured' if report.measured is not None else 'Predicted'}, rank {report.predicted.rank}", "lane",
             "an op to fill the view with it; the red line marks the critical path.",
         ), '<div class="columns"><div>', _exposed(report),
         _bounds(report), "</div><div>", _what_if(report), "</div></div>",
         render_decisions(report.decisions) if report.decisions is not None else "", _memory(report), _path(report),
-        _modules(report), _facts(report),
+        _modules(report), html.words_section("About", report.facts),
     ]  # fmt: skip
     data = {
         "predicted": columns(report.predicted),
@@ -98,7 +99,7 @@ def _exposed(report: Report) -> str:
     head = ["lane", "transfers", "bytes", "busy", "exposed", "of the step"]
     alone = '<p class="quiet">One rank alone: nothing is transferred.</p>'
     body = table(head, rows, "exposed") if rows else alone
-    return f'<section><h2>Exposed communication</h2><p class="quiet">A lane is busy and nothing is computed.</p>{body}</section>'
+    return section("Exposed communication", "A lane is busy and nothing is computed.", body)
 
 
 def _what_if(report: Report) -> str:
@@ -106,14 +107,13 @@ def _what_if(report: Report) -> str:
     rows = []
     for row in report.what_if:
         base = row is report.what_if[0]
-        tone = "same" if abs(row["change"]) < 0.0005 else "better" if row["change"] < 0 else "worse"
-        change = "none" if tone == "same" else percent_text(row["change"], signed=True)
-        change = "" if base else f'<span class="{tone}">{change}</span>'
-        bar = meter(row["step_us"] / largest, "base" if base else tone)
+        by = html.tone(row["change"])
+        change = "" if base else '<span class="same">none</span>' if by == "same" else html.toned(row["change"])
+        bar = meter(row["step_us"] / largest, "base" if base else by)
         label, bound = escape(row["label"]), escape(row["bound"])
         rows.append([label, time_text(row["step_us"]) + bar, change, time_text(row["exposed_us"]), bound])
     body = table(["change", "step", "", "exposed", "bound by"], rows, "what-if")
-    return f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
+    return section("What if", "Each row is the same program, simulated again.", body)
 
 
 def _module_name(path: str, merges: int = 1) -> str:
@@ -126,13 +126,8 @@ def _module_name(path: str, merges: int = 1) -> str:
 def _memory(report: Report) -> str:
     memory = report.forecast["memory"]
     peak = memory["peak_bytes"] or 1
-    kinds: dict[str, int] = {}
-    for holder in report.holders:
-        kinds[holder["kind"]] = kinds.get(holder["kind"], 0) + holder["bytes"]
-    legend = "".join(
-        f'<li><i class="dot k-{kind}"></i>{kind}<b>{bytes_text(size)}</b></li>'
-        for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
-    )
+    kinds = totals(report.holders, "kind", "bytes")
+    legend = "".join(f'<li><i class="dot k-{kind}"></i>{kind}<b>{bytes_text(size)}</b></li>' for kind, size in kinds.items())
     if report.measured is not None and report.measured.memory:
         most = max(size for _, size in report.measured.memory)
         legend += f'<li><i class="line"></i>measured, at most<b>{bytes_text(most)}</b></li>'
@@ -150,11 +145,9 @@ def _memory(report: Report) -> str:
         module = f" in <code>{escape(top['module'])}</code>" if top["module"] else ""
         where = f"The peak is at <code>{escape(top['op'])}</code>{module}, {escape(top['phase'])}. "
     inputs = f"Inputs of {bytes_text(memory['input_bytes'])} belong to the caller."
-    return (
-        f'<section><h2>Memory</h2><p class="quiet">{where}{inputs}</p>'
-        f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
-        f"{_arena(report)}<h3>What fills the peak</h3>{table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2)}</section>"
-    )
+    canvas = f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
+    peak_table = f"<h3>What fills the peak</h3>{table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2)}"
+    return section("Memory", where + inputs, canvas + _arena(report) + peak_table)
 
 
 def _arena(report: Report) -> str:
@@ -176,18 +169,15 @@ def _arena(report: Report) -> str:
 
 def _path(report: Report) -> str:
     step = report.forecast["step_us"] or 1
-    lanes: dict[str, float] = {}
-    for row in report.blame:
-        lanes[row["lane"]] = lanes.get(row["lane"], 0.0) + row["us"]
-    parts = sorted(lanes.items(), key=lambda item: -item[1])
+    lanes = totals(report.blame, "lane", "us")
     stripe = "".join(
         f'<span class="c-{escape(lane.replace(" ", "-"))}" style="width:{100 * us / step:.3f}%" '
         f'title="{escape(lane)}: {time_text(us)}"></span>'
-        for lane, us in parts
+        for lane, us in lanes.items()
     )
     named = "".join(
         f'<li><i class="dot c-{escape(lane.replace(" ", "-"))}"></i>{escape(lane)}<b>{percent_text(us / step)}</b></li>'
-        for lane, us in parts
+        for lane, us in lanes.items()
     )
     rows = []
     for row in report.blame[:MOST_BLAME]:
@@ -200,10 +190,8 @@ def _path(report: Report) -> str:
         others = f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>'
         rows.append([others, "", time_text(rest), percent_text(rest / step), ""])
     body = table(["module", "lane", "time", "of the step", "by sharing"], rows, "path", 2)
-    return (
-        '<section><h2>Critical path</h2><p class="quiet">The chain of ops and transfers that makes the step as long as it is.</p>'
-        f'<div class="stripe">{stripe}</div><ul class="kinds">{named}</ul>{body}</section>'
-    )
+    note = "The chain of ops and transfers that makes the step as long as it is."
+    return section("Critical path", note, f'<div class="stripe">{stripe}</div><ul class="kinds">{named}</ul>{body}')
 
 
 def _bounds(report: Report) -> str:
@@ -213,10 +201,8 @@ def _bounds(report: Report) -> str:
         share, us = bound["us"] / step, time_text(bound["us"])
         if bound["us"] > 0:
             rows.append([escape(bound["name"]), us + meter(share, "base"), percent_text(share)])
-    return (
-        '<section><h2>Lower bounds</h2><p class="quiet">No order of these ops on these machines is faster than the largest.</p>'
-        f"{table(['bound', 'time', 'of the step'], rows, 'bounds')}</section>"
-    )
+    note = "No order of these ops on these machines is faster than the largest."
+    return section("Lower bounds", note, table(["bound", "time", "of the step"], rows, "bounds"))
 
 
 def _modules(report: Report) -> str:
@@ -227,22 +213,16 @@ def _modules(report: Report) -> str:
     head = ["module", "compute", "", "forward", "backward", "update", "waits", "transfers"]
     head += ["measured"] if with_measured else []
     open_level = _open_level(report.modules)
-    lines = []
+    rows, of_rows = [], []
     for row in report.modules:
         share = percent_text(row.compute / whole)
-        cells = [_module_cell(row), time_text(row.compute) + _split_meter(row, whole), share]
-        cells += [time_text(value) if value else "" for value in (row.fwd, row.bwd, row.upd, row.wait, row.transfer)]
-        cells += [time_text(row.measured) if row.measured else ""] if with_measured else []
-        shut = row.level > open_level
-        inner = "".join(f"<td{'' if i == 0 else ' class=n'}>{cell}</td>" for i, cell in enumerate(cells))
+        rows.append([_module_cell(row), time_text(row.compute) + _split_meter(row, whole), share])
+        rows[-1] += [time_text(value) if value else "" for value in (row.fwd, row.bwd, row.upd, row.wait, row.transfer)]
+        rows[-1] += [time_text(row.measured) if row.measured else ""] if with_measured else []
         state = "" if not row.children else f' data-open="{int(row.level < open_level)}"'
-        lines.append(f'<tr data-level="{row.level}"{state}{" hidden" if shut else ""}>{inner}</tr>')
-    titles = "".join(f"<th{'' if i == 0 else ' class=n'}>{title}</th>" for i, title in enumerate(head))
-    return (
-        '<section><h2>Modules</h2><p class="quiet">Time of all ops of a module and of those in it; numbered ones are one row.</p>'
-        + scrolled(f'<table id="modules"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table>')
-        + "</section>"
-    )
+        of_rows.append(f' data-level="{row.level}"{state}{" hidden" if row.level > open_level else ""}')
+    note = "Time of all ops of a module and of those in it; numbered ones are one row."
+    return section("Modules", note, table(head, rows, "modules", of_rows=of_rows))
 
 
 def _open_level(rows: list[Row]) -> int:
@@ -266,8 +246,3 @@ def _split_meter(row: Row, whole: float) -> str:
     return '<span class="meter">' + "".join(
         f'<span class="c-{name}" style="width:{100 * us / whole:.2f}%"></span>' for name, us in parts if us
     ) + "</span>"  # fmt: skip
-
-
-def _facts(report: Report) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in report.facts.items())
-    return f"<section><h2>About</h2><dl>{items}</dl></section>"

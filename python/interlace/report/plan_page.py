@@ -7,27 +7,23 @@ from html import escape
 from typing import Any
 
 from interlace.report import html
-from interlace.report.html import document, header, table, tile, tiles_section
-from interlace.report.set_page import presets, runs
-from interlace.report.timeline import Timeline, columns
+from interlace.report.html import document, header, section, table, tile, tiles_section
+from interlace.report.set_page import runs, stages_data
+from interlace.report.timeline import Timeline
 from interlace.report.units import bytes_text, count_text, counted, percent_text, time_text
 
 
 def render_plan(plan: dict[str, Any], trace: str, told: tuple[list[str], list[Any]] = ([], [])) -> str:
     """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does; `told`: lines and rich tables."""
     timeline = runs(json.loads(trace)["traceEvents"])
-    data: dict[str, Any] = {
-        "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
-        "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": plan["memory_limit"],
-    }  # fmt: skip
+    data = stages_data(timeline, None, plan["memory_limit"])
     title = f"{plan['model']} on {plan['cluster']}"
     what, double = f"{counted(len(plan['stages']), 'stage')}, 1F1B", "a pass to fill the view with it."
-    data["presets"] = presets(timeline)
     frame = html.timeline(what, "stage", double, tuple(data["presets"]))
     sections = [header(title, _notes(plan)), _tiles(plan, timeline), frame, _stages(plan)]
     if told[0]:
         items = "".join(f"<li>{escape(line)}</li>" for line in told[0])
-        sections.append(f'<section><h2>What was found</h2><ul class="told">{items}</ul></section>')
+        sections.append(section("What was found", "", f'<ul class="told">{items}</ul>'))
     sections += [_told(number, each) for number, each in enumerate(told[1])]
     return document(f"Plan: {title}", sections, data)
 
@@ -60,7 +56,14 @@ def _told(number: int, shown: Any) -> str:
     order = sorted(shown.columns, key=lambda column: column.justify != "left")
     rows = [[escape(cell) for cell in row] for row in zip(*(column.cells for column in order), strict=True)]
     left = sum(column.justify == "left" for column in order)
-    return f"<section><h2>{escape(str(shown.title))}</h2>{table([escape(c.header) for c in order], rows, f'told-{number}', left)}</section>"
+    return section(escape(str(shown.title)), "", table([escape(c.header) for c in order], rows, f"told-{number}", left))
+
+
+def recomputed(stage: dict[str, Any]) -> str:
+    """ "2 full, 6 kept"."""
+    kept = stage["layers"] - stage["full"] - stage["selective"]
+    counts = ((stage["full"], "full"), (stage["selective"], "selective"), (kept, "kept"))
+    return ", ".join(f"{count} {word}" for count, word in counts if count)
 
 
 def _stages(plan: dict[str, Any]) -> str:
@@ -68,15 +71,13 @@ def _stages(plan: dict[str, Any]) -> str:
     for stage in plan["stages"]:
         last = stage["first_block"] + stage["layers"] - 1
         held = f"{stage['first_block']}&ndash;{last}" + " +embedding" * stage["embedding"] + " +head" * stage["head"]
-        kept = stage["layers"] - stage["full"] - stage["selective"]
-        words = ((stage["full"], "full"), (stage["selective"], "selective"), (kept, "kept"))
         moved = ", ".join(f"{name} {percent_text(share)}" for name, share in stage["offload"].items() if share > 0)
         rows.append([
-            str(stage["stage"]), held, ", ".join(f"{n} {word}" for n, word in words if n), moved or "&ndash;",
+            str(stage["stage"]), held, recomputed(stage), moved or "&ndash;",
             f"{stage['first_device']}&ndash;{stage['first_device'] + stage['devices'] - 1}", str(stage["micro_batch"]),
             str(stage["dp"]), str(stage["tp"]), str(stage["zero"]), time_text(stage["t_us"]), time_text(stage["d_us"]),
             bytes_text(stage["peak_bytes"]), bytes_text(stage["host_bytes"]) if stage["host_bytes"] else "&ndash;",
         ])  # fmt: skip
     head = ["stage", "blocks", "recomputed", "offload", "devices", "b", "dp", "tp", "ZeRO", "t", "d", "peak", "host"]
     note = "t: a micro-batch in the steady state; d: what the first and the last take beyond it."
-    return f'<section><h2>Stages</h2><p class="quiet">{note}</p>{table(head, rows, "stages", 4)}</section>'
+    return section("Stages", note, table(head, rows, "stages", 4))

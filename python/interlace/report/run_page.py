@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from interlace.report import html
-from interlace.report.html import document, header, table, tile, tiles_section
+from interlace.report.html import document, header, section, table, tile, tiles_section
 from interlace.report.run_log import RunLog, curve_data
 from interlace.report.timeline import Timeline, columns
 from interlace.report.units import bytes_text, count_text, time_text
@@ -40,15 +40,14 @@ def render_run(run: Run) -> str:
     sections = [header(run.name, notes, _lost(run)), _tiles(run), curves_section(series), _plans(run)]
     if run.trace is not None:
         sections.append(html.timeline(f"A step that was traced, rank {run.trace.rank}", "lane", "an op to fill the view with it."))
-    sections.append(_settings(run))
+    sections.append(html.words_section("Settings", run.settings) if run.settings else "")
     return document(f"Run: {run.name}", [each for each in sections if each], data)
 
 
 def curves_section(series: list[dict[str, Any]]) -> str:
     if not series:
         return ""
-    hint = "As the log has them; the arrow keys move from step to step."
-    return f'<section><h2>Over the steps</h2><p class="quiet">{hint}</p>{html.curves(series)}</section>'
+    return section("Over the steps", "As the log has them; the arrow keys move from step to step.", html.curves(series))
 
 
 def _lost(run: Run) -> str:
@@ -85,9 +84,4 @@ def _plans(run: Run) -> str:
     if run.log is None or not run.log.plans:
         return ""
     rows = [[str(step), escape(said)] for step, said in run.log.plans]
-    return f'<section><h2>What the search changed</h2>{table(["step", "what"], rows, "plans", 2)}</section>'
-
-
-def _settings(run: Run) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in run.settings.items())
-    return f"<section><h2>Settings</h2><dl>{items}</dl></section>" if items else ""
+    return section("What the search changed", "", table(["step", "what"], rows, "plans", 2))

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from interlace.report import html
-from interlace.report.html import document, header, table, tile, tiles_section
+from interlace.report.html import document, header, section, table, tile, tiles_section
 from interlace.report.timeline import Event, Timeline, columns
 from interlace.report.units import bytes_text, percent_text, time_text
 
@@ -30,11 +30,7 @@ def render_set(
     timeline, ranks = runs(events), ranks_by_stage(events)
     of_stages = ranks or [ranks_of(mesh or {}, axis, i) for i in range(len(found["stages"]))]
     below = runs(measured, of_stages, bool(ranks)) if measured else None
-    data: dict[str, Any] = {
-        "predicted": columns(timeline), "measured": columns(below) if below is not None else None, "phases": [], "path": [],
-        "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": found["limit_bytes"],
-    }  # fmt: skip
-    data["presets"] = presets(timeline)
+    data = stages_data(timeline, below, found["limit_bytes"])
     double = "a run to fill the view with it."
     what = f"{len(found['stages'])} stages, what each{' rank (r)' if ranks else ''} runs when{', predicted over measured' if below else ''}"
     sections = [
@@ -42,6 +38,14 @@ def render_set(
         _memory(found, of_stages), _path(found), _modules(found),
     ]  # fmt: skip
     return document(f"Pipeline: {title}", sections, data)
+
+
+def stages_data(predicted: Timeline, measured: Timeline | None, limit: int) -> dict[str, Any]:
+    """What the script draws of stages."""
+    return {
+        "predicted": columns(predicted), "measured": columns(measured) if measured is not None else None, "phases": [], "path": [],
+        "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": limit, "presets": presets(predicted),
+    }  # fmt: skip
 
 
 def ranks_by_stage(events: list[dict[str, Any]]) -> list[list[int]]:
@@ -158,7 +162,7 @@ def _memory(found: dict[str, Any], ranks: list[list[int]]) -> str:
         ])  # fmt: skip
     head = ["stage", "each of the ranks", "peak", "of the limit", "lasting", "of a step", "inputs"]
     note = f"Of each rank, all ranks of a stage alike; the limit is {bytes_text(limit)}. Inputs belong to the caller."
-    return f'<section><h2>Memory by stage and rank</h2><p class="quiet">{note}</p>{table(head, rows, "memory-by-stage", 2)}</section>'
+    return section("Memory by stage and rank", note, table(head, rows, "memory-by-stage", 2))
 
 
 def _bubble(stage: dict[str, Any]) -> float:
@@ -189,17 +193,16 @@ def _stages(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     head = ["stage", "compute", "optimizer", *(CAUSES[cause] for cause in causes), "peak"]
     note = "Of the step: what a stage computes, what runs once a step, and what it waits for."
-    return f'<section><h2>Stages</h2><p class="quiet">{note}</p>{table(head, rows, "stages")}</section>'
+    return section("Stages", note, table(head, rows, "stages"))
 
 
 def _path(found: dict[str, Any]) -> str:
     whole = found["step_us"]
     rows = [[str(p["stage"]), escape(p["lane"]), time_text(p["us"]), percent_text(p["us"] / whole)] for p in found["critical_path"]]
     note = "What the step's end depends on, back to its start: less of it makes the step shorter."
-    listed = table(["stage", "of", "time", "of the step"], rows, "path", 2)
-    return f'<section><h2>Critical path</h2><p class="quiet">{note}</p>{listed}</section>'
+    return section("Critical path", note, table(["stage", "of", "time", "of the step"], rows, "path", 2))
 
 
 def _modules(found: dict[str, Any], most: int = 20) -> str:
     rows = [[escape(m["module"] or "(model)"), escape(m["lane"]), time_text(m["us"])] for m in found["modules"][:most]]
-    return f'<section><h2>Modules</h2>{table(["module", "of", "time"], rows, "modules", 2)}</section>'
+    return section("Modules", "", table(["module", "of", "time"], rows, "modules", 2))

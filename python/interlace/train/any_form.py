@@ -186,7 +186,6 @@ class AnyForm:
     def _use(self, built: Built) -> None:
         run = self._run
         run.use(built)
-        run.runner = built.executor
         if not takes_any(built.source.text):
             run.made_for_stage()
 

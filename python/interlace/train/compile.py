@@ -23,6 +23,7 @@ from interlace.capture import InputSpec, OpaqueTable
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import Path, no_input, with_numbers
 from interlace.capture.model_tensors import check_parameters, collect, count_as_buffers
+from interlace.capture.pilot import as_scalars
 from interlace.capture.program import default_loss
 from interlace.capture.several import Several, members_of, name_of, runs_itself
 from interlace.capture.tensor_plan import read_plan
@@ -42,7 +43,7 @@ from interlace.train import batch as batches
 from interlace.train.agreement import agree_on_batch, agree_on_values, captured_alike
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
-from interlace.train.laid_by import as_scalars, states_of
+from interlace.train.laid_by import states_of
 from interlace.train.materialize import adopt, checksum, initialize, release
 from interlace.train.own_steps import let_run
 from interlace.train.run import Run, Tensors

@@ -11,6 +11,7 @@ the loss still agrees. It gathers the whole model for the step; this mode is for
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,17 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture.effects import kept_generators
+from interlace.capture.effects import kept_generators, kept_values
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import on_device
-from interlace.capture.literals import quote
+from interlace.capture.literals import DimPrinter, contiguous_strides, quote
 from interlace.capture.loss import outputs_of
 from interlace.capture.model_tensors import ModelTensor, collect, flat_weights_kept
 from interlace.capture.program import default_loss
 from interlace.capture.tracing import with_left
 from interlace.capture.watch import Watch
 from interlace.capture.writes import Writes, refuse_writes
-from interlace.compiling.states import DTYPES, WEIGHT, States
+from interlace.compiling.states import WEIGHT, States
 from interlace.dist.peers import Peers
 from interlace.errors import InterlaceError
 from interlace.train import generators
@@ -37,25 +38,19 @@ from interlace.train.materialize import Slot, module_seed, replaced, slots_of
 
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def _type(t: Tensor) -> str:
-    text = f"{_DTYPE_NAMES[t.dtype]}[{','.join(map(str, t.shape))}]"
-    contiguous = torch.empty(t.shape, device="meta").stride()
-    return text if t.stride() == contiguous else text + "{" + ",".join(map(str, t.stride())) + "}"
 
 
 def eager_text(model: nn.Module, tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, used: Collection[str] | None) -> str:
     """The program of a step whose gradients are inputs. `used`: the parameters that get one; None means all trainable ones."""
-    groups = optimizer_groups(optimizer, tensors)
+    groups, printer = optimizer_groups(optimizer, tensors), DimPrinter()
     lines = ["interlace 1 captured", f"meta model {quote(type(model).__name__)}", f"meta mode {quote('eager')}"]
     lines += groups.lines()
     inputs: list[str] = []
     ops: list[str] = []
     for i, t in enumerate(tensors):
-        kept = torch.empty(t.real.shape, dtype=t.real.dtype, device="meta") if t.kind == "param" else t.real
-        decl = f"%{i}: {_type(kept)} {quote(t.name)}"
+        shape = tuple(t.real.shape)  # parameters are contiguous in a program
+        kind = printer.type(t.real.dtype, shape, contiguous_strides(shape) if t.kind == "param" else t.real.stride())
+        decl = f"%{i}: {kind} {quote(t.name)}"
         if t.kind != "param":
             lines.append(f"buffer {decl} {'persistent' if t.persistent else 'plain'}")
             continue
@@ -64,7 +59,7 @@ def eager_text(model: nn.Module, tensors: list[ModelTensor], optimizer: torch.op
         lines.append(line + "".join(f" alias {quote(a)}" for a in t.aliases))
         if trainable and (used is None or t.name in used):
             value = len(tensors) + len(inputs)
-            inputs.append(f"input %{value}: {_type(kept)} {quote('grad of ' + t.name)}")
+            inputs.append(f"input %{value}: {kind} {quote('grad of ' + t.name)}")
             ops.append(f"  grad(%{i}, %{value}) {{bwd}}")
     return "\n".join([*lines, *inputs, "phase micro_batch takes () gives () {", *ops, "}"]) + "\n"
 
@@ -164,9 +159,10 @@ class EagerRunner:
     def used_parameters(self, micro_batch: Any) -> list[str]:
         """The parameters that get a gradient, found by one run whose effects are taken back. Error: on several ranks, a model that writes
         its parameters."""
-        saved = [(t.real, t.real.detach(), t.real.detach().clone()) for t in collect(self.model) if t.kind != "param"]
         watch = Watch(self.model, self.loss_fn)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kept_values(t.real for t in collect(self.model) if t.kind != "param"))
+            stack.callback(watch.restore)
             with self.installed() as leaves, generators.forked(self.peers.device), kept_generators(), self._generator(0, 0):
                 writes = Writes(leaves)
                 try:
@@ -176,11 +172,6 @@ class EagerRunner:
                     writes.note_others(leaves, self.model)
                 finally:
                     writes.restore()
-        finally:
-            watch.restore()
-            for buffer, alias, value in saved:
-                buffer.data = alias
-                buffer.copy_(value)
         self._writes = set(writes.by)
         if several := {n: by for n, by in writes.by.items() if self.peers.size > 1 or ("assigned" in by and leaves[n].requires_grad)}:
             refuse_writes({name: leaves[name].requires_grad for name in several}, several)
@@ -199,9 +190,8 @@ class EagerRunner:
             return hook
 
         hooks = [m.register_forward_hook(look(path)) for path, m in self.model.named_modules() if path]
-        saved = [(b, b.detach().clone()) for b in self.model.buffers()]
         try:
-            with self.installed() as leaves:
+            with kept_values(self.model.buffers()), self.installed() as leaves:
                 for i, part in enumerate(micro_batches):
                     with self._generator(step, i):
                         loss = outputs_of(self.loss_fn(self.model, on_device(part, self.peers.device)))["loss"]
@@ -214,6 +204,4 @@ class EagerRunner:
         finally:
             for hook in hooks:
                 hook.remove()
-            for buffer, value in saved:
-                buffer.copy_(value)
         return culprit[0] if culprit else None

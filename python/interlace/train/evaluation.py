@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from interlace.capture.any_batch import ANY
+from interlace.capture.effects import kept_values
 from interlace.capture.inputs import InputSpec, Path, differing, numbers_in, on_device, path_name, with_numbers
 from interlace.capture.loss import outputs_of
 from interlace.capture.model_tensors import collect
@@ -169,13 +170,8 @@ class Evaluation:
         dtype = call.autocast if call is not None else autocast_of(self.captures, run.peers.device.type)
         region = contextlib.nullcontext() if dtype is None else torch.autocast(run.peers.device.type, dtype)
         runner = EagerRunner(run.model, loss_fn, run.executor, run.states, run.peers, [], run.config.seed, run.config.rng)
-        saved = [(b, b.clone()) for b in run.model.buffers()]
-        try:
-            with region:
-                return self._run_eager(runner, batch, loss_fn)
-        finally:
-            for b, value in saved:
-                b.copy_(value)
+        with region, kept_values(run.model.buffers()):
+            return self._run_eager(runner, batch, loss_fn)
 
     def _fitting(self, kept: list[_Ready], inputs: list[list[Tensor]]) -> _Ready | None:
         """The first that was made for the ways that this batch takes, on all ranks. Every rank must call it."""

@@ -355,7 +355,7 @@ class Follow:
             if same and fits and other == key and stage == run.stage and not stale:
                 found = programs.again_beside(found, run.executor, run.ir)
                 self._keep(before, self._running())
-                self._use(found)
+                self.frozen.take(found)
                 return self.values.fill()
         if place is not None:
             self._turns[place] += 1
@@ -381,7 +381,7 @@ class Follow:
                 self.began(trained)
             else:
                 self._keep(before, running)
-                self._use(built)
+                self.frozen.take(built)
         if form is not None:  # which of them have become inputs
             named = {i["name"] for i in run.ir.inputs()}
             inputs |= {path: dtype for path, dtype in form.numbers.items() if path_name(path) in named}
@@ -439,15 +439,6 @@ class Follow:
         """The parameters that the running program gives gradients to."""
         idle = json.loads(self.run.ir.meta().get("idle", "[]"))
         return {name for name, p in self.run.states.parameters.items() if p.group is not None and p.unit is not None}.difference(idle)
-
-    def _use(self, built: Built) -> None:
-        run = self.run
-        if run.shapes is not None:
-            run.shapes.forget()
-        self.evaluation.forget()
-        run.use(built)
-        run.runner = built.executor
-        run.made_for_stage()
 
     def _running(self) -> Built:
         run = self.run

@@ -52,17 +52,6 @@ def states_of(entry: dict[str, Any], parameter: Tensor, names: tuple[str, ...]) 
     return {name: t for name, t in tensors.items() if name in names or (t.shape == parameter.shape and name != "step")}
 
 
-def as_scalars(entry: dict[str, Any]) -> dict[str, list[Any]]:
-    """As Hyper.scalars gives them."""
-    found = {}
-    for name, v in entry.items():
-        if isinstance(v, Tensor):
-            found[name] = [v.item(), str(v.dtype).removeprefix("torch.")]
-        elif isinstance(v, (bool, int, float)):
-            found[name] = [v, type(v).__name__]
-    return found
-
-
 def share(run: Run, count: int) -> tuple[int, int]:
     """This rank's part of what every rank has."""
     part = -(-count // run.world_size)

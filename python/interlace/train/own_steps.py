@@ -25,6 +25,7 @@ from interlace.capture.model_tensors import collect
 from interlace.capture.several import members_of, run_itself, runs_itself, step_without_hooks
 from interlace.capture.whole import GRADIENT
 from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.optimizer import back, plain
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.compiling.states import WEIGHT
 from interlace.config import Config
@@ -58,41 +59,24 @@ def own_states(optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
     if not states:
         return {}
     tensors: dict[str, Tensor] = {}
-    tree = [[name, _described(state, tensors, name)] for name, state in states]
+    tree = [[name, plain(state, f"the state_dict of {name}", _kept_in(tensors))] for name, state in states]
     return {FILE: save(tensors, {"states": json.dumps(tree)})}
 
 
-def _described(x: Any, tensors: dict[str, Tensor], whose: str) -> Any:
-    """A state dict as JSON, its tensors by their names in `tensors`."""
-    if isinstance(x, Tensor):
+def _kept_in(tensors: dict[str, Tensor]) -> Callable[[Tensor], dict[str, str]]:
+    def keep(t: Tensor) -> dict[str, str]:
         name = str(len(tensors))
-        tensors[name] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+        tensors[name] = t.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
-    if isinstance(x, dict):
-        return {"dict": [[_described(k, tensors, whose), _described(v, tensors, whose)] for k, v in x.items()]}
-    if isinstance(x, (list, tuple)):
-        return {type(x).__name__: [_described(item, tensors, whose) for item in x]}
-    if x is None or type(x) in (bool, int, float, str):
-        return x
-    raise CheckpointError(f"the state_dict of {whose} holds a {type(x).__name__}: a checkpoint keeps tensors, numbers, texts, lists, dicts")
 
-
-def _made(x: Any, tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(x, dict):
-        return x
-    ((kind, content),) = x.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {_made(k, tensors): _made(v, tensors) for k, v in content}
-    return {"list": list, "tuple": tuple}[kind](_made(item, tensors) for item in content)
+    return keep
 
 
 def _read(data: bytes) -> list[tuple[str, Any]]:
     size = int.from_bytes(data[:8], "little")
     tree = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["states"])
     tensors = load(data)
-    return [(str(name), _made(state, tensors)) for name, state in tree]
+    return [(str(name), back(state, tensors)) for name, state in tree]
 
 
 def load_own_states(run: Run, checkpoint: Checkpoint) -> Callable[[], None]:

@@ -22,12 +22,13 @@ import torch
 
 from interlace.capture.groups import is_rule
 from interlace.capture.model_tensors import OWN_HOOK, collect
+from interlace.capture.pilot import as_scalars
 from interlace.capture.released import Released, user_line
 from interlace.capture.several import member_of, members_of, runs_itself
 from interlace.errors import InterlaceError
 from interlace.train import state_dicts
 from interlace.train.hyper import OWN_COUNTS
-from interlace.train.laid_by import LaidBy, as_scalars, states_of
+from interlace.train.laid_by import LaidBy, states_of
 from interlace.train.modes import Modes, has_modes
 from interlace.train.own_steps import WholeLoads
 from interlace.train.run import Run

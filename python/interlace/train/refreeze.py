@@ -163,11 +163,15 @@ class Frozen:
         run.flush()
         built = programs.build(source, run.executor, take_states=False)
         self._copy(built)
+        self.take(built)
+
+    def take(self, built: Built) -> None:
+        """From now on this program runs; others are on the states of before."""
+        run = self.run
         if run.shapes is not None:
             run.shapes.forget()
-        self.evaluation.forget()  # its programs are on the states of before
+        self.evaluation.forget()
         run.use(built)
-        run.runner = built.executor
         run.made_for_stage()
 
     def _copy(self, built: Built) -> None:

@@ -66,7 +66,7 @@ class Run:
         spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper, shapes: Shapes | None,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.config, self.peers = model, optimizer, config, peers
-        self.programs, self.spec, self.runner, self.tensors = programs, spec, runner, tensors
+        self.programs, self.spec, self.tensors = programs, spec, tensors
         self.hyper, self.shapes, self.loss_scale = hyper, shapes, LossScale(config.loss_scale)
         self.rank, self.world_size = peers.rank, peers.size
         self.mesh = built.states.mesh
@@ -87,6 +87,7 @@ class Run:
         self.loaded: tuple[str, str] | None = None  # a checkpoint's folder and the digest of its regions, until they are compared
         self._group_names: list[list[str]] | None = None
         self.use(built)
+        self.runner: Runner = runner
 
     @property
     def regions(self) -> str:
@@ -99,6 +100,7 @@ class Run:
         self.program, self.passes = built.source.text, built.source.reports
         self.takes_any = takes_any(self.program)
         self.source, self.ir, self.executor, self.states = built.source, built.ir, built.executor, built.states
+        self.runner = built.executor
         self.loss_scale.attach(built.ir, built.executor)
         self.hyper.attach(built.ir)
         if any(s["moves"] for s in built.ir.states()):  # the model's parameters cannot be views of what leaves memory

@@ -97,7 +97,7 @@ class Shapes:
         assert bucket.spec is not None
         self.current = bucket
         run.use(bucket.built)
-        run.runner, run.spec = bucket.built.executor, bucket.spec
+        run.spec = bucket.spec
         return filled
 
     def _build(self, run: Run, bucket: Bucket, micro_batch: Any) -> Built:

@@ -55,5 +55,4 @@ class Swapping:
 
         run.settle_save()
         run.agree(f"swap {run.swaps} at step {run.steps}", check, InterlaceError)()
-        run.runner = run.executor
         run.swaps += 1
