@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from interlace.capture.any_batch import ANY
 from interlace.capture.inputs import InputSpec, Path, differing, numbers_in, on_device, path_name, with_numbers
-from interlace.capture.loss import outputs_of
+from interlace.capture.loss import Evaluated, outputs_of
 from interlace.capture.model_tensors import collect
 from interlace.capture.opaque import TOLD
 from interlace.capture.program import default_loss
@@ -228,17 +229,24 @@ class Evaluation:
                     raise
                 return Source("", [{UNCAPTURED: str(e)}])
             made: dict[int, Made] = {}
-            for stage in self.planner.stages_in_order():
-                known = (Source(program.print()) for program, _ in made.values())
-                made[stage] = self._within_limit(self.planner.text_of_stage(text, stage, known), stage)
+            try:
+                for stage in self.planner.stages_in_order():
+                    known = (Source(program.print()) for program, _ in made.values())
+                    made[stage] = self._within_limit(self.planner.text_of_stage(text, stage, known), stage)
+            except ProgramError as e:
+                raise ProgramError(f"evaluate: {e}; on the whole model, evaluate this in `with trainer.whole_parameters():`") from e
             texts = [made[stage][0].print() for stage in range(run.config.stage_ranks)]
             if len(texts) > 1:
                 check_stages(texts)
             return Source(texts[0], made[0][1], constants, captured=text, stages=texts if len(texts) > 1 else [])
 
-        with gathered(run, captures), in_eval_mode(run.model):
-            share = lambda: shared_capture(run, captures, f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
-            source = captured_alike(share, batch, run.peers, captures)
+        captures.evaluated = Evaluated(json.loads(run.ir.meta().get("idle", "[]")))
+        try:
+            with gathered(run, captures), in_eval_mode(run.model):
+                share = lambda: shared_capture(run, captures, f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
+                source = captured_alike(share, batch, run.peers, captures)
+        finally:
+            captures.evaluated = None
         if source.reports and UNCAPTURED in source.reports[0]:
             raise Uncaptured(source.reports[0][UNCAPTURED])
         problem = programs.over_limit(programs.parse(source), run.ir)
