@@ -256,7 +256,10 @@ def test_json_is_the_summary(cli, tmp_path):
     [
         ([], "no program file: name one, or - for stdin (examples: interlace report --help)"),
         (["p.il"], "no cluster: give --cluster, a file or a preset such as h100-80gb-8"),
-        (["wrong.il"], "wrong.il:1:1: this is no interlace program; the first line must be 'interlace 1 captured|sharded|scheduled'\n  notes\n  ^"),
+        (
+            ["wrong.il"],
+            "wrong.il:1:1: this is no interlace program; the first line must be 'interlace 1 captured|sharded|scheduled'\n  notes\n  ^",
+        ),
         (["none.il"], "no such file: none.il"),
         (["p.il", "--cluster", CLUSTER, "--measured", "none.json"], "no such file: none.json"),
         (["p.il", "--cluster", CLUSTER, "--measured", "."], ". is a folder: name a trace file"),

@@ -54,7 +54,16 @@ Tensor = torch.Tensor
 KEPT = 8  # programs of other states of the model
 MANY_FORMS = 4  # of a batch, when another way is said
 SIZES = "give all ranks the same sizes, or say with Config(pad={...}) what fills each entry up that differs"
+UNFIT = "the form cannot be captured"
 NUMBERS = 2  # times that a number or size of another value is worth a capture
+
+
+class UnfitForm(CaptureError):
+    """A batch of another form cannot be captured with the parameters that are trained; every rank has it."""
+
+    def __init__(self, form: Form, why: str) -> None:
+        super().__init__(why)
+        self.form = form
 
 
 class Follow:
@@ -366,12 +375,19 @@ class Follow:
         self.captures.trained |= trained
 
         def make() -> Source:
-            text, constants = self._text(micro_batch, numbers - self._fixed, form)
+            try:
+                text, constants = self._text(micro_batch, numbers - self._fixed, form)
+            except CaptureError as e:
+                if form is None or self.captures.may_leave_out:
+                    raise
+                return Source("", [{UNFIT: str(e)}])
             if text == run.source.captured:
                 return Source("")
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
         source = shared_capture(run, self.captures, f"program of another state of the model at step {run.steps}", make)
+        if form is not None and source.reports and UNFIT in source.reports[0]:
+            raise UnfitForm(form, source.reports[0][UNFIT])
         if source.text:
             running = self._running()
             try:

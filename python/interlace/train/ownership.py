@@ -6,6 +6,7 @@
     optimizer.state.clear()       begins the states anew, at the next step, on every rank alike; so does another empty dict in its place
     optimizer.train(), .eval()    of schedule-free optimizers, on what the trainer has (modes.py)
     loss.backward()               warning, once: these gradients are not the trainer's
+    update_and_allocate(step)     error: AdaLoRA's reads gradients
 
 Everything is taken off when the trainer closes.
 """
@@ -69,6 +70,7 @@ class Ownership:
                 optimizer.register_load_state_dict_pre_hook(self._on_load), optimizer.register_load_state_dict_post_hook(_keep),
             ]  # fmt: skip
             _keep(optimizer)
+        self._handles += [AdaLora(run, m) for m in run.model.modules() if hasattr(m, "update_and_allocate")]
         on_gradient = self._on_gradient
 
         def watch(parameter: Tensor) -> None:
@@ -151,6 +153,27 @@ class Ownership:
             )
         load_optimizer_state(run, given)
         return {**given, "state": {}}
+
+
+class AdaLora:
+    """Has peft's AdaLoRA say that it needs gradients, where it would fail on None."""
+
+    def __init__(self, run: Run, module: Any) -> None:
+        here, allocate = weakref.ref(run), module.update_and_allocate
+
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            run = here()
+            if run is None or run.closed is not None:
+                return allocate(*args, **kwargs)
+            raise InterlaceError(
+                f"{user_line()}: update_and_allocate() ranks parameters by their gradients, which are in the program (p.grad is None); train "
+                "with all ranks that there are (leave the call out), with peft's LoraConfig, or in a loop of your own (trainer.close() first)"
+            )
+
+        self._module, module.update_and_allocate = module, refused
+
+    def remove(self) -> None:
+        vars(self._module).pop("update_and_allocate", None)
 
 
 def _keep(optimizer: torch.optim.Optimizer) -> None:

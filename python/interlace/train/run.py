@@ -76,6 +76,7 @@ class Run:
         self.outputs: dict[str, list[Tensor]] = {}
         self.skipped = False
         self.left_out: dict[str, int] = {}  # steps that a parameter has made fewer than its group, without a gradient
+        self.behind: dict[str, LaidBy] = {}  # where their optimizer was then
         self.laid_by: dict[str, LaidBy] = {}
         self.listed = False  # the example batch was a list, as one batch
         self.stage = stage_at(config.schedule, 0)  # entry of the schedule
