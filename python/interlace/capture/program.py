@@ -117,9 +117,11 @@ def capture(
         trace, grown, rewrites = None, list[str](), False
         while trace is None:
             try:
-                trace = _traced(
-                    model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
-                )
+                traced = functools.partial(
+                    _whole, model, tensors, batch, symbolic=symbolic, fullgraph=fullgraph, casts=casts, numbers=numbers, watch=watch,
+                    values=values, undecided=undecided, trained=trained, rewrites=rewrites, written=written,
+                )  # fmt: skip
+                trace = _traced(traced, loss_fn, casts, device_type(t.real for t in tensors))
                 trace = trace if written.settled(trace.recorder) else None
             except Counts as e:
                 undecided = {*undecided, *e.places}
@@ -172,23 +174,13 @@ def default_loss(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-def _traced(
-    model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
-    symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None, undecided: Collection[str], trained: Collection[str], rewrites: bool,
-    written: WrittenAttention,
-) -> Trace:  # fmt: skip
-    """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
+def _traced(whole: Callable[..., Trace], loss_fn: Callable[[nn.Module, Any], Any], casts: Casts, device: str) -> Trace:
+    """The finished trace that `whole` gives, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
-        return _whole(
-            model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
-        )
-    device = device_type(t.real for t in tensors)
+        return whole(loss_fn)
     with regions_opened(device) as opened:
         try:
-            trace = _whole(
-                model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written
-            )
+            trace = whole(loss_fn)
         except CaptureError as e:
             e.opens = bool(opened)  # type: ignore[attr-defined]
             raise
@@ -199,7 +191,7 @@ def _traced(
         with torch.autocast(device):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided, trained, rewrites, written)
+    return whole(cast)
 
 
 def _whole(

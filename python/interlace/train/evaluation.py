@@ -46,13 +46,8 @@ Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
 # What decides units and states; the others say when things move in a step.
 MANY_FORMS = 8  # that are captured with fullgraph=False; others are evaluated in Python
-UNCAPTURED = "cannot be captured"
 MANY_WAYS = 8  # programs for the ways of batches of one shape
 STRUCTURE = ("canonicalize", "mesh", "borders", "tensor", "precision", "pipeline", "shard", "replicate", "zero1", "update")
-
-
-class Uncaptured(CaptureError):
-    """An evaluation that may run in Python."""
 
 
 @contextlib.contextmanager
@@ -116,7 +111,7 @@ class Evaluation:
             run.check_same_batch(f"batch of evaluation {self._calls}", inputs, evaluates=True)
             try:
                 made = self._build(batch, loss_fn)
-            except (Uncaptured, ProgramError):  # a program of parameters that training has no gradients of, say
+            except (CaptureError, ProgramError):  # a program of parameters that training has no gradients of, say
                 if not self.captures.may_run_whole:
                     raise
                 self._in_python.add(self._form(batch, loss_fn))
@@ -222,12 +217,7 @@ class Evaluation:
         captures.undecided |= self._undecided
 
         def make() -> Source:
-            try:
-                text, constants = captures.text(batch)
-            except CaptureError as e:
-                if not captures.may_run_whole:
-                    raise
-                return Source("", [{UNCAPTURED: str(e)}])
+            text, constants = captures.text(batch)
             made: dict[int, Made] = {}
             try:
                 for stage in self.planner.stages_in_order():
@@ -247,8 +237,6 @@ class Evaluation:
                 source = captured_alike(share, batch, run.peers, captures)
         finally:
             captures.evaluated = None
-        if source.reports and UNCAPTURED in source.reports[0]:
-            raise Uncaptured(source.reports[0][UNCAPTURED])
         problem = programs.over_limit(programs.parse(source), run.ir)
         if run.config.stage_ranks > 1 and run.config.memory_limit is not None:  # each has its own program
             everyone = run.peers.exchange(f"room of evaluation {self._calls}", problem)

@@ -54,16 +54,7 @@ Tensor = torch.Tensor
 KEPT = 8  # programs of other states of the model
 MANY_FORMS = 4  # of a batch, when another way is said
 SIZES = "give all ranks the same sizes, or say with Config(pad={...}) what fills each entry up that differs"
-UNFIT = "the form cannot be captured"
 NUMBERS = 2  # times that a number or size of another value is worth a capture
-
-
-class UnfitForm(CaptureError):
-    """A batch of another form cannot be captured with the parameters that are trained; every rank has it."""
-
-    def __init__(self, form: Form, why: str) -> None:
-        super().__init__(why)
-        self.form = form
 
 
 class Follow:
@@ -81,6 +72,7 @@ class Follow:
         self._told: set[str] = set()  # places that a loss function's Python changes in steps: no states of the model
         self._forms = 0  # that were captured
         self._texts: set[str] = set()  # beside the tensors, that programs were captured for
+        self.tried: Form | None = None  # that other_form() has captured, or not
         self._evaluated = ""  # the state of the model in evaluations, where the next step will follow it
         self.watch = Watch(captures.model, captures.loss_fn)
         self.values = Values(run, captures.model, self.watch)
@@ -161,7 +153,7 @@ class Follow:
     def other_form(self, batch: Any, error: CaptureError) -> Any:
         """The step's batch as the program takes it that runs from now on; the one that ran does not take it. Every rank must call it.
         Error: that of the program, where sizes are declared, micro-batches differ from one another, or more than sizes and numbers does."""
-        run = self.run
+        run, self.tried = self.run, None
         if run.shapes is not None:
             raise error
         parts = batches.micro_batches(None, batch, run.config.accumulation)
@@ -194,7 +186,8 @@ class Follow:
             why += ", which is best left out of the batch where nothing reads it"
         elif self._forms == MANY_FORMS:
             why += "; with Config(pad={...}), which says what fills each such entry up, few programs are enough"
-        self.follow(batch, Form(spec, why, {**changed, **differ}, bool(differ)))
+        self.tried = Form(spec, why, {**changed, **differ}, bool(differ))
+        self.follow(batch, self.tried)
         return self.numbered(batch)
 
     def _free(self, spec: InputSpec, micro_batch: Any, error: CaptureError) -> None:
@@ -375,19 +368,12 @@ class Follow:
         self.captures.trained |= trained
 
         def make() -> Source:
-            try:
-                text, constants = self._text(micro_batch, numbers - self._fixed, form)
-            except CaptureError as e:
-                if form is None or self.captures.may_leave_out:
-                    raise
-                return Source("", [{UNFIT: str(e)}])
+            text, constants = self._text(micro_batch, numbers - self._fixed, form)
             if text == run.source.captured:
                 return Source("")
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
         source = shared_capture(run, self.captures, f"program of another state of the model at step {run.steps}", make)
-        if form is not None and source.reports and UNFIT in source.reports[0]:
-            raise UnfitForm(form, source.reports[0][UNFIT])
         if source.text:
             running = self._running()
             try:

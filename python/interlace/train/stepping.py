@@ -13,7 +13,7 @@ from interlace.errors import CaptureError, InterlaceError
 from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
 from interlace.train.any_form import AnyForm
 from interlace.train.diagnosis import Diagnosis, NonFiniteError
-from interlace.train.follow import Follow, UnfitForm
+from interlace.train.follow import Follow
 from interlace.train.loop import Loop
 from interlace.train.own_steps import OwnSteps
 from interlace.train.refreeze import Frozen
@@ -59,12 +59,13 @@ class Stepping:
                     with self._frozen.as_running():  # what was frozen meanwhile is followed then
                         batch = self._follow.other_form(batch, e)
                 except CaptureError as why:
-                    if not (isinstance(why, UnfitForm) and not why.form.differ and self._frozen.changed):
+                    form = self._follow.tried
+                    if form is None or form.differ or not self._frozen.changed:
                         if any_form is None or not any_form.may:
                             raise
                         any_form.enter(in_python(why))
                         return self._beside(batch)
-                    self._frozen.follow(batch, why.form.spec)  # it trains other parameters
+                    self._frozen.follow(batch, form.spec)  # it trains other parameters
                 inputs = run.inputs(batch)
             if self._frozen is not None and self._follow is not None:
                 self._frozen.follow(batch)
