@@ -166,9 +166,7 @@ class AnyForm:
             try:
                 self._use(run.programs.build_beside(source, run.executor, run.ir))
             except ProgramError:  # parameters without a gradient have units now
-                before = self._follow.trained()
-                self._frozen.rebuild(source)
-                self._follow.began(before)
+                self._follow.rebuild(source, self._follow.trained())
         self._any = self._kept()
 
     def _back(self, batch: Any, worst: int) -> bool:
@@ -182,9 +180,11 @@ class AnyForm:
             assert self._left is not None
             self._use(run.programs.again_beside(self._left.built, run.executor, run.ir))
             follow.values.fill()
-        elif run.shapes is None and worst == FITS:
+        elif run.shapes is None and worst == FITS and self._verdict(batch)[0] == FITS:
             run.takes_any = False  # for the batch, which is of the form that comes
-            with self._frozen.as_running():
+            if self._frozen.changed:
+                self._frozen.follow(batch)
+            else:
                 follow.capture("batches of the form before come again", batch)
         else:
             run.takes_any = False

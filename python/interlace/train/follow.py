@@ -379,8 +379,7 @@ class Follow:
             try:
                 built = programs.build_beside(source, run.executor, run.ir)
             except ProgramError:  # other parameters have gradients now
-                self.frozen.rebuild(source)
-                self.began(trained)
+                self.rebuild(source, trained)
             else:
                 self._keep(before, running)
                 self._use(built)
@@ -416,11 +415,16 @@ class Follow:
             self.captures.any_batch = "numbers beside the tensors differ between ranks"
         return self.captures.training_text(micro_batch)
 
-    def began(self, trained: set[str]) -> None:
-        """Other parameters than these have gradients in a program of other units: as in torch.optim they begin now."""
+    def rebuild(self, source: Source, trained: set[str]) -> None:
+        """Frozen.rebuild, with a program in which other parameters than these have gradients: as in torch.optim they begin now, or where a
+        checkpoint has them."""
+        laid = dict(self.run.laid_by)
+        self.frozen.rebuild(source)
         self._programs.clear()
         for name in self.trained() - trained:
-            self.run.left_out[name] = self.run.hyper.steps[self.run.states.parameters[name].group or 0]
+            made = self.run.hyper.steps[self.run.states.parameters[name].group or 0]
+            if (fewer := made - (laid[name].made if name in laid else 0)) > 0:
+                self.run.left_out[name] = fewer
 
     def _keep(self, key: tuple[str, str], built: Built) -> None:
         """A program that runs no more, for states that come back."""

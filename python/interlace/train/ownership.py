@@ -246,7 +246,10 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
         steps.append(most)
         for name, parameter in frozen.items():
             states = states_of(entries[name], parameter, run.state_names(i))
-            if states and (count := int(entries[name].get("step", most or 1))) > 0:
+            count = int(entries[name].get("step", most or 1)) if states else 0
+            if run.config.mode == "eager" and count < most:  # whose program has it in any case
+                left_out[name] = most - count
+            if count > 0:
                 others = as_scalars({k: v for k, v in entries[name].items() if k not in states})
                 laid_by[name] = run.hyper.laid_by(i, count, others, list(states))
         scalars.append(as_scalars(kept) if kept is not None and is_rule(run.kind_of(i)) else None)
@@ -256,7 +259,7 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             if isinstance(t, Tensor) and tuple(t.shape) != p.shape_of(role):
                 raise InterlaceError(f"{role} of '{p.name}' has shape {tuple(t.shape)} in the state dict, {p.shape_of(role)} here")
             wanted = p.group is not None and steps[p.group] > 0 and role in run.state_names(p.group) and role != "momentum_buffer"
-            if t is None and wanted:
+            if t is None and wanted and p.name not in run.frozen():
                 raise InterlaceError(f"the state dict is of another optimizer: it has no {role} of '{p.name}'")
 
     def fill() -> None:
@@ -265,6 +268,9 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             run.states.fill_from(p.name, role, t if t is not None else torch.zeros(p.shape, dtype=torch.float32))
         run.hyper.restore(steps, scalars)
         run.left_out = left_out
+        if run.config.mode == "eager":
+            run.behind = {name: laid for name, laid in laid_by.items() if name in left_out}
+            return
         run.laid_by = laid_by
         for name, laid in laid_by.items():
             for role in laid.roles:

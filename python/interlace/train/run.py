@@ -399,12 +399,13 @@ def shared_capture(
 ) -> Source:  # fmt: skip
     """Programs.share of what make() captures. Where batches differ too often in what Python reads of them, and what reads it cannot be
     captured otherwise, that runs in Python from here on: a training does not stop for it. Every rank must call it; all have its errors."""
-    programs, failed = run.programs, "cannot be captured"
+    programs, failed, caught = run.programs, "cannot be captured", list[CaptureError]()
 
     def first() -> Source:
         try:
             return make()
         except CaptureError as e:
+            caught.append(e)
             return Source("", [{failed: str(e)}])
 
     while True:
@@ -413,7 +414,7 @@ def shared_capture(
         if not source.reports or failed not in source.reports[0]:
             return source
         if not captures.may_leave_out:
-            raise CaptureError(source.reports[0][failed])
+            raise caught[-1] if caught else CaptureError(source.reports[0][failed])
         programs.in_python = True
         log.warning(
             "step %d: what cannot be captured for so many different batches runs in Python from now on, as Config(fullgraph=False) has it, "
