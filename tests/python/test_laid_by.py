@@ -400,3 +400,64 @@ def test_nothing_is_kept_on_the_states_of_before() -> None:
         model.layers[0].requires_grad_(False)
         trainer.step(batch_of(4))
         assert not any(executor() is not None for executor in kept)
+
+
+def test_a_number_that_changes_while_a_form_runs_that_does_not_read_it() -> None:
+    """A program that is kept has it when it comes again."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.scale = nn.Linear(8, 8), 1.0
+
+    def loss_of(model: Any, batch: dict[str, Any]) -> Tensor:
+        y = model.a(batch["x"])
+        return y.square().mean() if batch["y"] is None else (y * model.scale - batch["y"]).square().mean()
+
+    losses: list[list[float]] = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = Scaled().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        example = {"x": batch_of(0), "y": batch_of(1)}
+        trainer = interlace.compile(model, optimizer, loss_of, example, interlace.Config(schedule=[], cache="off")) if compiled else None
+        losses.append([])
+        for step, (scale, own) in enumerate([(1.0, True), (0.5, True), (0.5, False), (2.0, False), (2.0, True), (3.0, False), (0.5, True)]):
+            model.scale, batch = scale, {"x": batch_of(step), "y": batch_of(step + 1) if own else None}
+            if trainer is not None:
+                losses[-1].append(trainer.step(batch).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "nadam"])
+def test_what_is_unfrozen_where_no_loss_has_it_and_trained_later(kind: str) -> None:
+    """It has the states that it was frozen with, and a group that is frozen makes no step."""
+    losses: list[list[float]] = []
+    for compiled in (True, False):
+        model, found = net(), list[float]()
+        optimizer = OPTIMIZERS[kind](groups_of(model))
+
+        def loss_of(model: Any, batch: dict[str, Any]) -> Tensor:
+            return model(batch["x"]).square().mean() if batch["y"] is None else model.layers[0](batch["x"]).sub(batch["y"]).abs().mean()
+
+        settings = interlace.Config(schedule=[], cache="off")
+        trainer = interlace.compile(model, optimizer, loss_of, {"x": batch_of(0), "y": None}, settings) if compiled else None
+        for step in range(10):
+            model.layers[3].requires_grad_(not 2 <= step < 5)
+            batch = {"x": batch_of(step), "y": batch_of(step + 1) if 3 <= step < 7 else None}
+            if trainer is not None:
+                found.append(trainer.step(batch).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)

@@ -358,7 +358,7 @@ class Follow:
                 found = programs.again_beside(found, run.executor, run.ir)
                 self._keep(before, self._running())
                 self._use(found)
-                return self.values.fill()
+                return self._fill()
         if place is not None:
             self._turns[place] += 1
         log.warning("step %d: compiling again, because %s", run.steps, why)
@@ -388,13 +388,18 @@ class Follow:
             inputs |= {path: dtype for path, dtype in form.numbers.items() if path_name(path) in named}
         if form is not None or inputs:
             run.spec = dataclasses.replace(InputSpec.of(with_numbers(micro_batch, inputs)), free=run.spec.free)
+        known = {b["name"] for b in run.ir.buffers()}
+        self._fixed |= numbers - known
+        self.captures.numbers |= numbers & known
+        self._fill()
+
+    def _fill(self) -> None:
+        """The program's buffers have what is there now, which others may have had no use for when it changed."""
         self.values.fill()
-        buffers = {b["name"]: b["value"] for b in run.ir.buffers()}
         values = self.watch.numbers()
-        self._fixed |= numbers - buffers.keys()
-        self.captures.numbers |= numbers & buffers.keys()
-        for where in self.captures.numbers & buffers.keys() & values.keys():
-            run.executor.tensor(buffers[where]).fill_(values[where])
+        for b in self.run.ir.buffers():
+            if b["name"] in values and b["name"] in self.captures.numbers:
+                self.run.executor.tensor(b["value"]).fill_(values[b["name"]])
 
     def _text(self, micro_batch: Any, numbers: set[str], form: Form | None = None) -> tuple[str, dict[str, Tensor]]:
         """With buffers in place of these numbers too, and inputs in place of those of the batch, where the model lets tensors stand for

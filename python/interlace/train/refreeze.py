@@ -8,6 +8,7 @@ frozen the optimizer's states and count of steps are laid by, a part on each ran
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -193,7 +194,8 @@ class Frozen:
                     continue
                 if value is not None and (role == WEIGHT or role in new.roles_of(p.name)):
                     new.fill_from(p.name, role, value)
-        for name in sorted(trained.intersection(run.laid_by)):
+        idle = json.loads(built.ir.meta().get("idle", "[]"))  # which have no gradient yet, and states when they do
+        for name in sorted(trained.intersection(run.laid_by).difference(idle)):
             laid = run.laid_by.pop(name)
             for role in laid.parts:
                 value = laid.whole(run, role)
