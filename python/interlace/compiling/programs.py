@@ -372,8 +372,8 @@ class Programs:
             more: dict[str, int] = {}
             for other in (beside, *self._alive.values()):
                 out = {state_name(s) for s in other.states() if s["out"]}  # which take no memory between steps
-                more |= {name: size for name, size in (step_states(other) | _buffers(other)).items() if name not in out}
-            own = step_states(program).keys() | _buffers(program).keys()
+                more |= {name: size for name, size in step_states(other).items() if name not in out}
+            own = step_states(program)
             need += sum(size for name, size in more.items() if name not in own)
         return need
 
@@ -413,13 +413,9 @@ def state_name(state: dict[str, Any]) -> str:
 
 
 def step_states(program: Any) -> dict[str, int]:
-    """Bytes of the states of one step, which have their memory between steps too."""
-    return {state_name(s): math.prod(s["shape"]) * DTYPES[s["dtype"]].itemsize for s in program.states() if not s["persistent"]}
-
-
-def _buffers(program: Any) -> dict[str, int]:
-    """Bytes of buffers, which programs of other batches may have of their own."""
-    return {f"buffer {b['name']}": math.prod(b["shape"]) * DTYPES[b["dtype"]].itemsize for b in program.buffers()}
+    """Bytes of the states of one step and of tables of the trace, which have their memory between steps too."""
+    named = [*((state_name(s), s) for s in program.states()), *((f"buffer {b['name']}", b) for b in program.buffers())]
+    return {name: math.prod(x["shape"]) * DTYPES[x["dtype"]].itemsize for name, x in named if not x["persistent"]}
 
 
 def predicted_peak_bytes(summary: dict[str, Any]) -> int:
