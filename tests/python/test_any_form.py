@@ -314,6 +314,33 @@ def test_a_step_that_is_asked_to_run_in_python() -> None:
             trainer.step(keys(1, 0))
 
 
+def alone(who: int, before: int, fullgraph: bool) -> list[str]:
+    """Step `before` runs in Python on one rank alone, and so do those before it on all, if there are any."""
+    rank, _ = parity.rank_and_size()
+    torch.manual_seed(0)
+    model, said = Net(), []
+    optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), interlace.Config(timeout_s=20, cache="off", fullgraph=fullgraph)
+    trainer = interlace.compile(model, optimizer, loss_fn, base(0, rank), config)
+    for step in range(before + 1):
+        try:
+            trainer.step(base(step, rank), python=step < before or rank == who)
+        except InterlaceError as e:
+            said.append(str(e))
+    if fullgraph:
+        return said
+    trainer.step(base(9, rank))  # nobody has begun it
+    return [*said, "goes on"]
+
+
+@pytest.mark.parametrize("who, before, fullgraph", [(0, 0, True), (1, 0, True), (1, 2, True), (0, 2, False), (1, 0, False)])
+def test_a_step_that_one_rank_asks_to_run_in_python(who: int, before: int, fullgraph: bool) -> None:
+    outcomes = ranks.outcomes(alone, 2, who, before, fullgraph)
+    for outcome in outcomes:
+        assert outcome is not None and outcome.error is None, outcome
+        assert outcome.seconds < 15 and f"rank {who}" in outcome.value[0] and "every rank must say so in the same step" in outcome.value[0]
+        assert outcome.value[1:] == ([] if fullgraph else ["goes on"])
+
+
 def test_autocast_with_all_of_it_in_python() -> None:
     stepwise([texts(step, 0) for step in range(3)], loss_fn, param_dtype="autocast")
 

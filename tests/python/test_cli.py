@@ -157,8 +157,17 @@ def test_capture_wrong_input(cli, tmp_path, arguments, said):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_capture_unknown_model(cli):
-    assert "did you mean llama-10m" in error_of(cli, "capture", "--model", "lama-10m", "-o", "x.il")
+@pytest.mark.parametrize(
+    "words",
+    ["capture --model gpt-22 -o x.il", "plan gpt-22 --cluster local-2 --global-batch 8 --seq 64"],
+)
+def test_unknown_models_are_said_before_torch_and_transformers_are_imported(words):
+    script = (
+        "import sys; from interlace.cli.app import run\n"
+        f"code = run({words.split()}); sys.exit(code != 1 or 'torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and "unknown model 'gpt-22'" in done.stderr and "did you mean gpt" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,54 @@ def test_another_function_gives_its_outputs_in_the_memory_of_a_step() -> None:
         assert peak < peak_of_step
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second, self.frozen = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 2), nn.Embedding(5, 8)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(torch.tanh(self.body(x)))
+
+
+def accuracy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return (model(batch["x"]).argmax(-1) == batch["y"]).double().mean()
+
+
+OTHERS: list[Any] = [
+    lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
+    lambda model, batch: model.second(model.body(batch["x"])).square().mean(), lambda model, batch: model.second.weight.mean(),
+    lambda model, batch: model.body(batch["x"]).mean(), lambda model, batch: model.frozen.weight.square().sum(), accuracy,
+]  # fmt: skip
+
+
+def other_parameters(config: dict[str, Any]) -> None:
+    rank, _ = parity.rank_and_size()
+    model, g = Heads().double(), torch.Generator().manual_seed(0 if "mesh" in config else rank)
+    batch = {"x": torch.randn(4, 8, dtype=torch.float64, generator=g), "y": torch.randint(0, 4, (4,), generator=g)}
+    theirs, settings = Heads().double(), interlace.Config(schedule=[], timeout_s=60, **config)
+    with interlace.compile(model, torch.optim.AdamW(model.parameters(), lr=0.1), OTHERS[0], batch, settings) as trainer:
+        for _ in range(2):
+            trainer.step(batch)
+            theirs.load_state_dict(trainer.state_dict(all_ranks=True))
+            for function in OTHERS if "mesh" not in config else (OTHERS[0], accuracy):
+                with torch.no_grad():
+                    expected = float(function(theirs, batch))
+                assert float(trainer.evaluate(batch, function)["loss"]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        if "mesh" in config:
+            with pytest.raises(interlace.InterlaceError, match=r"evaluate: pass 'pipeline': .*in `with trainer\.whole_parameters\(\):`"):
+                trainer.evaluate(batch, OTHERS[2])
+
+
+@pytest.mark.parametrize(
+    "size, config", [(1, {}), (1, {"fullgraph": False}), (2, {"strategy": "shard"}), (2, {"mesh": {"pp": 2}, "accumulation": 2})], ids=str
+)
+def test_other_parameters_than_training_has_are_evaluated(size: int, config: dict[str, Any]) -> None:
+    """Those that have no gradient in training, fewer than it trains, and none at all."""
+    ranks.run(other_parameters, size, config)
+
+
 def different_shapes() -> str:
     rank, _ = parity.rank_and_size()
     model = zoo.build("llama", torch.float32)

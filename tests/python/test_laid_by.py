@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import parity
 import pytest
 import ranks
@@ -134,6 +136,90 @@ def together(kind: str, config: dict[str, Any] | None) -> list[float]:
     return losses
 
 
+def by_turns(config: dict[str, Any] | None) -> list[float]:
+    """Batches with a target train three layers, and batches without one the layer between them, whose loss is another."""
+    rank, size = parity.rank_and_size()
+    model, losses, settings = net(), list[float](), interlace.Config(schedule=[], cache="off", timeout_s=60, **(config or {}))
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.02)
+
+    def loss_of(model: Any, batch: dict[str, Any]) -> Tensor:
+        if batch["y"] is None:
+            return model.layers[1](batch["x"]).square().mean()
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+    def batch_at(step: int) -> dict[str, Any]:
+        own, x = step in (2, 3, 5), batch_of(step, 8)
+        for i, layer in enumerate(model.layers):
+            layer.requires_grad_((i == 1) == own)
+        x = x if config is None else settings.deal(x, rank, size)
+        return {"x": x, "y": None if own else x.sin()}
+
+    def plain(batch: dict[str, Any]) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step_on: Any = plain if config is None else interlace.compile(model, optimizer, loss_of, batch_at(0), settings).step
+    for step in range(8):
+        loss = step_on(batch_at(step))
+        losses.append(parity.mean_over_ranks(loss) if config is not None else loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("size, config", [(1, {}), (1, {"fullgraph": False}), (2, {"strategy": "shard"}), (2, {"fullgraph": False})], ids=str)
+def test_a_batch_of_another_form_whose_loss_only_unfrozen_layers_have(size: int, config: dict[str, Any]) -> None:
+    """It cannot be captured with the layers that were trained before; what is frozen has its states when it comes back."""
+    for losses in ranks.run(by_turns, size, config):
+        assert losses == pytest.approx(by_turns(None), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "adagrad"])
+@pytest.mark.parametrize("last, groups", [(6, True), (99, True), (99, False)], ids=["unfrozen", "frozen", "in one group"])
+def test_layers_that_are_frozen_in_eager_mode(kind: str, last: int, groups: bool) -> None:
+    """A group makes no step meanwhile, as in torch.optim, and a state dict has the numbers that were there."""
+
+    def run(compiled: bool) -> tuple[list[float], dict[int, dict[str, float]]]:
+        model, losses = net(), list[float]()
+        made = OPTIMIZERS | {"adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1)}
+        optimizer = made[kind](groups_of(model) if groups else model.parameters())
+        config = interlace.Config(mode="eager", schedule=[], cache="off")
+        trainer = interlace.compile(model, optimizer, loss_of, batch_of(0), config) if compiled else None
+        for step in range(9):
+            turned(model, step, last=last)
+            if trainer is not None:
+                losses.append(trainer.step(batch_of(step)).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, batch_of(step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found = (optimizer.state_dict() if trainer is None else trainer.optimizer_state_dict())["state"]
+        return losses, {i: {k: float(v.sum()) for k, v in entry.items() if isinstance(v, Tensor)} for i, entry in found.items()}
+
+    expected, kept = run(False)
+    losses, state = run(True)
+    assert losses == pytest.approx(expected, rel=1e-9) and state.keys() == kept.keys()
+    for number, entry in kept.items():
+        assert state[number] == pytest.approx(entry, rel=1e-6), number
+
+
+def test_what_eager_mode_cannot_unfreeze_is_said() -> None:
+    model = net()
+    model.layers[0].requires_grad_(False)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.02)
+    for late, said in ((True, "was frozen when compiled; .* after interlace.compile and not before it"), (False, "an optimizer group of")):
+        model.layers[0].requires_grad_(not late)
+        trainer = interlace.compile(model, optimizer, loss_of, batch_of(0), interlace.Config(mode="eager", schedule=[], cache="off"))
+        with pytest.raises(interlace.InterlaceError, match=said):
+            for step in range(4):
+                model.layers[0].requires_grad_(step not in (1, 2) and not (late and step == 0))
+                trainer.step(batch_of(step))
+        trainer.close()
+
+
 @pytest.mark.parametrize("kind", ["adamw", "nadam"])
 @pytest.mark.parametrize("config", [{"strategy": "shard"}, {"mesh": {"pp": 2}, "accumulation": 2}], ids=["shard", "pp"])
 def test_a_batch_of_another_form_and_a_frozen_layer_at_once(kind: str, config: dict[str, Any]) -> None:
@@ -259,3 +345,119 @@ def test_what_is_asked_between_a_new_group_and_the_next_step(tmp_path: Path) -> 
         expected = [trainer.step(batch_of(step)).item() for step in (1, 2)]
         trainer.load(tmp_path / "kept")
         assert [trainer.step(batch_of(step)).item() for step in (1, 2)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_states_of_before_and_after_a_change_are_counted() -> None:
+    """Both are there while values are copied: a limit that holds each of them alone says so, and what to do."""
+    model = net()
+    optimizer, known = torch.optim.AdamW(groups_of(model), lr=0.02), dict[str, int]()
+    for limit in (None, "fits one", "fits both"):
+        settings = interlace.Config(schedule=[], cache="off", memory_limit=known[limit] if limit else None)
+        trainer = interlace.compile(model, optimizer, loss_of, batch_of(0), settings)
+        trainer.step(batch_of(0))
+        model.layers[0].requires_grad_(False)
+        if limit == "fits one":
+            with pytest.raises(interlace.InterlaceError, match=r"a rank needs .* for those of before and after, .*; raise it to \d+MiB"):
+                trainer.step(batch_of(1))
+        else:
+            before = trainer.summary()
+            trainer.step(batch_of(1))
+            after = trainer.summary()
+            both = before["persistent_bytes"] + after["persistent_bytes"]
+            known |= {"fits one": both - 1, "fits both": both}
+        trainer.close()
+        model.layers[0].requires_grad_(True)
+
+
+def test_tensors_of_programs_that_are_kept_are_counted() -> None:
+    """Each form of a batch has a table of its own, and three of them are within the limit."""
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        table = torch.from_numpy(np.random.RandomState(len(batch)).randn(len(batch), 8 * 64)).view(-1, 8)
+        return model(batch).square().mean() + table.mean() * 0.0
+
+    model = net()
+    settings = interlace.Config(cache="off", schedule=[])
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0, 20), settings) as trainer:
+        limit = int(trainer._run.programs.needed_bytes(trainer._run.ir)) + 2 * 20 * 8 * 64 * 8
+    settings = interlace.Config(cache="off", schedule=[], memory_limit=limit)
+    trainer = interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0, 20), settings)
+    for rows in (20, 19, 20, 18, 19):
+        trainer.step(batch_of(0, rows))
+    with pytest.raises(interlace.InterlaceError, match="memory_limit is"):
+        trainer.step(batch_of(0, 17))
+
+
+def test_nothing_is_kept_on_the_states_of_before() -> None:
+    model = net()
+    optimizer, settings = torch.optim.AdamW(groups_of(model), lr=0.02), interlace.Config(schedule=[], cache="off")
+    with interlace.compile(model, optimizer, loss_of, batch_of(0), settings) as trainer:
+        for step in range(4):
+            trainer.step(batch_of(step, 4 + step % 2), python=step == 2)
+        trainer.evaluate(batch_of(0))
+        kept = [weakref.ref(executor) for executor in trainer._run.programs._alive]
+        assert len(kept) == 4
+        model.layers[0].requires_grad_(False)
+        trainer.step(batch_of(4))
+        assert not any(executor() is not None for executor in kept)
+
+
+def test_a_number_that_changes_while_a_form_runs_that_does_not_read_it() -> None:
+    """A program that is kept has it when it comes again."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.scale = nn.Linear(8, 8), 1.0
+
+    def loss_of(model: Any, batch: dict[str, Any]) -> Tensor:
+        y = model.a(batch["x"])
+        return y.square().mean() if batch["y"] is None else (y * model.scale - batch["y"]).square().mean()
+
+    losses: list[list[float]] = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = Scaled().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        example = {"x": batch_of(0), "y": batch_of(1)}
+        trainer = interlace.compile(model, optimizer, loss_of, example, interlace.Config(schedule=[], cache="off")) if compiled else None
+        losses.append([])
+        for step, (scale, own) in enumerate([(1.0, True), (0.5, True), (0.5, False), (2.0, False), (2.0, True), (3.0, False), (0.5, True)]):
+            model.scale, batch = scale, {"x": batch_of(step), "y": batch_of(step + 1) if own else None}
+            if trainer is not None:
+                losses[-1].append(trainer.step(batch).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "nadam"])
+def test_what_is_unfrozen_where_no_loss_has_it_and_trained_later(kind: str) -> None:
+    """It has the states that it was frozen with, and a group that is frozen makes no step."""
+    losses: list[list[float]] = []
+    for compiled in (True, False):
+        model, found = net(), list[float]()
+        optimizer = OPTIMIZERS[kind](groups_of(model))
+
+        def loss_of(model: Any, batch: dict[str, Any]) -> Tensor:
+            return model(batch["x"]).square().mean() if batch["y"] is None else model.layers[0](batch["x"]).sub(batch["y"]).abs().mean()
+
+        settings = interlace.Config(schedule=[], cache="off")
+        trainer = interlace.compile(model, optimizer, loss_of, {"x": batch_of(0), "y": None}, settings) if compiled else None
+        for step in range(10):
+            model.layers[3].requires_grad_(not 2 <= step < 5)
+            batch = {"x": batch_of(step), "y": batch_of(step + 1) if 3 <= step < 7 else None}
+            if trainer is not None:
+                found.append(trainer.step(batch).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)

@@ -68,6 +68,34 @@ def test_parameters_that_a_model_puts_anew_are_refused_with_a_way() -> None:
         assert [trainer.step(batch_of(i)).item() for i in range(3)] == pytest.approx(expected, rel=1e-12)
 
 
+class Allocates(nn.Module):
+    """As peft's AdaLoraModel, which masks singular values by the gradients of their vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+    def update_and_allocate(self, step: int) -> None:
+        with torch.no_grad():
+            self.a.weight.masked_fill_((self.a.weight * self.a.weight.grad).abs() < 1e-3, 0.0)
+
+
+def test_ranks_that_gradients_decide_are_refused_with_a_way(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Allocates()).double()
+    settings = interlace.Config(cache="off")
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0), settings) as trainer:
+        for step in range(2):
+            trainer.step(batch_of(step))
+            with pytest.raises(interlace.InterlaceError, match=r"layers.py:\d+: update_and_allocate\(\) .* \(leave the call out\)"):
+                model[0].update_and_allocate(step)
+    assert "compiling again" not in caplog.text
+    loss_of(model, batch_of(0)).backward()
+    model[0].update_and_allocate(2)
+
+
 class Remembers(nn.Module):
     """As timm's AsymmetricLossSingleLabel: a criterion that keeps its targets, and has some of a batch before."""
 

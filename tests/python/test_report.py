@@ -256,6 +256,11 @@ def test_json_is_the_summary(cli, tmp_path):
     [
         ([], "no program file: name one, or - for stdin (examples: interlace report --help)"),
         (["p.il"], "no cluster: give --cluster, a file or a preset such as h100-80gb-8"),
+        (
+            ["wrong.il"],
+            "wrong.il:1:1: this is no interlace program; the first line must be 'interlace 1 captured|sharded|scheduled'\n  notes\n  ^",
+        ),
+        (["none.il"], "no such file: none.il"),
         (["p.il", "--cluster", CLUSTER, "--measured", "none.json"], "no such file: none.json"),
         (["p.il", "--cluster", CLUSTER, "--measured", "."], ". is a folder: name a trace file"),
         (
@@ -270,6 +275,7 @@ def test_json_is_the_summary(cli, tmp_path):
 )
 def test_messages(cli, tmp_path, arguments, said):
     (tmp_path / "p.il").write_text(sharded(2))
+    (tmp_path / "wrong.il").write_text("notes\n")
     code, _, err = cli("report", *arguments)
     assert code == 1 and err == f"error: {said}\n"
 

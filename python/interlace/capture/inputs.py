@@ -234,8 +234,9 @@ class InputSpec:
                 raise CaptureError(f"batch entry '{path_name(path)}' is missing; it was {value!r} when compiled")
             got = found.pop(path)
             if got is not value and (type(got) is not type(value) or got != value):
+                now = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)
                 raise CaptureError(
-                    f"batch entry '{path_name(path)}' was the constant {value!r} when compiled and is {got!r} now; "
+                    f"batch entry '{path_name(path)}' was the constant {value!r} when compiled and is {now} now; "
                     + ('leave it out of what the step gets, or take mode="eager",' if isinstance(got, str) else "make it a tensor")
                     + " if it changes, or compile again"
                 )

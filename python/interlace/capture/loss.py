@@ -12,6 +12,14 @@ from interlace.errors import CaptureError
 Tensor = torch.Tensor
 
 
+class Evaluated(frozenset[str]):
+    """Of a loss that is evaluated beside a training, the parameters that have a gradient in it: all but these, whatever the loss depends
+    on, as its program is to have the states of the one that trains."""
+
+    def __contains__(self, name: object) -> bool:
+        return not super().__contains__(name)
+
+
 class LossForm(CaptureError):
     """A loss function gives or does what no step can be made of, however it is computed."""
 

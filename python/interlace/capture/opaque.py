@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.capture.any_batch import ANY, NUMBER, AnyBatch
 from interlace.capture.effects import draws, generators
@@ -28,7 +29,7 @@ from interlace.capture.inputs import Path, leaves, rebuild
 from interlace.capture.model_tensors import device_type, tensors_of
 from interlace.capture.patches import patched
 from interlace.capture.reads import Told
-from interlace.capture.real_run import Resized, resized, run_for_real
+from interlace.capture.real_run import Resized, another, resized, run_for_real
 from interlace.capture.recorder import Recorder
 from interlace.capture.watch import Watch, plain
 from interlace.capture.writes import Writes
@@ -109,6 +110,17 @@ def _hiding(x: Any) -> Iterator[tuple[Path, Any]]:
     return ((path, leaf) for path, leaf in leaves(x, objects=False) if not isinstance(leaf, Tensor) and _holds_tensors(leaf))
 
 
+class Sizes(TorchDispatchMode):
+    """Around a real run. `found`: whether data decide sizes in it, those of nonzero() and the like, or whole numbers that Python reads."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= type(result) is int or torch.Tag.dynamic_output_shape in func.tags
+        return result
+
+
 # ---- the loss function as a module ----
 
 
@@ -174,20 +186,38 @@ def learn_calls(
     model: nn.Module, paths: Mapping[str, str], loss_fn: Callable[[nn.Module, Any], Any], batch: Any,
     values: Mapping[int, Tensor] | None = None,
 ) -> dict[str, list[OpaqueCall]]:  # fmt: skip
-    """Runs the model for real, once, and notes each call of the modules at these paths (with why they are opaque). Leaves buffers,
-    attributes and generators as they were. `values`: of parameters on meta, by their ids.
+    """Runs the model for real and notes each call of the modules at these paths (with why they are opaque). Leaves buffers, attributes and
+    generators as they were. `values`: of parameters on meta, by their ids.
 
-    Errors: a model on meta, a model that fails; Unfit.
+    Errors: a model on meta, a model that fails; Unfit, also where another batch gives results of other sizes.
     """
     if values is None and any(p.is_meta for p in model.parameters()):
         raise CaptureError(
             f"module '{next(iter(paths))}' cannot be captured, and what it gives cannot be learnt from a model on meta; build the model "
             "in memory, or change the module"
         )
+    sizes = Sizes()
+    calls = _calls(model, paths, loss_fn, batch, values, sizes)
+    again: dict[str, list[OpaqueCall]] = {}
+    if sizes.found and not paths.keys() <= {LOSS, TAIL}:
+        with contextlib.suppress(CaptureError):  # the model need not take such a batch
+            again = _calls(model, paths, loss_fn, another(batch), values, sizes)
+    for path in again.keys() - {LOSS, TAIL}:
+        for one, other in zip(calls[path], again[path], strict=False):
+            if one.inputs == other.inputs and one.outputs != other.outputs:
+                raise Unfit(path, f"module '{path}' gives results whose sizes depend on the data")
+    return calls
+
+
+def _calls(
+    model: nn.Module, paths: Mapping[str, str], loss_fn: Callable[[nn.Module, Any], Any], batch: Any,
+    values: Mapping[int, Tensor] | None, sizes: Sizes,
+) -> dict[str, list[OpaqueCall]]:  # fmt: skip
     calls: dict[str, list[OpaqueCall]] = {path: [] for path in paths}
 
     def prepare(stack: contextlib.ExitStack) -> Callable[[nn.Module, Any], Any]:
         run = loss_fn
+        stack.enter_context(sizes)
         for path, why in paths.items():
             if path == LOSS:
                 whole = Whole(model, loss_fn)

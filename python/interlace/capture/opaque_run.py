@@ -111,8 +111,8 @@ class OpaqueTable:
         if got != call.outputs:
             raise CaptureError(
                 f"opaque module '{call.path}' gave {[(str(g.dtype), g.size) for _, g in got]}, but on the example batch it gave "
-                f"{[(str(g.dtype), g.size) for _, g in call.outputs]}; its results must not change their sizes with the data "
-                '(mode="eager" takes them)'
+                f"{[(str(g.dtype), g.size) for _, g in call.outputs]}; its results must not change their sizes with the data; "
+                'call trainer.step(batch, python=True) where they do, or take mode="eager"'
             )
         return [found[path].to(operands[0].device) if operands else found[path] for path, _ in call.outputs], buffers
 

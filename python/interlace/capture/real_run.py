@@ -73,10 +73,14 @@ def run_for_real(
     refuse_writes({name: own[name].requires_grad for name in writes.by}, writes.by)
 
 
-def _other(t: Tensor) -> Tensor:
-    """Of another batch: its first row again and again, and other fractions."""
-    rows = t[:1].expand_as(t).clone()
-    return rows * 1.5 if t.is_floating_point() else rows
+def another(batch: Any) -> Any:
+    """Another batch: the first rows again and again, and other fractions."""
+
+    def of(t: Tensor) -> Tensor:
+        rows = t[:1].expand_as(t).clone()
+        return rows * 1.5 if t.is_floating_point() else rows
+
+    return rebuild(batch, {path: of(t) for path, t in leaves(batch) if isinstance(t, Tensor) and t.dim()})
 
 
 def grow(model: nn.Module, tensors: list[ModelTensor], loss_fn: Run, batch: Any) -> list[str]:
@@ -100,7 +104,7 @@ def grow(model: nn.Module, tensors: list[ModelTensor], loss_fn: Run, batch: Any)
             found.update(made())
             kept.update({id(t): (t, x.dtype) for t, x, _ in stored.replaced() if x.shape == t.real.shape and x.dtype != t.real.dtype})
             if found:  # what goes on from batch to batch would count this one twice
-                loss_fn(model, rebuild(batch, {path: _other(t) for path, t in leaves(batch) if isinstance(t, Tensor) and t.dim()}))
+                loss_fn(model, another(batch))
                 again = made()
                 if any(key not in again or not torch.equal(again[key][1], new) for key, (_, new) in found.items()):
                     found.clear()

@@ -24,7 +24,7 @@ from interlace.capture.effects import Stored, alike_tensors, generators, kept_pl
 from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
-from interlace.capture.loss import LossForm, outputs_of
+from interlace.capture.loss import Evaluated, LossForm, outputs_of
 from interlace.capture.model_tensors import OWN_HOOK, ModelTensor, device_type, in_memory_order, make_fake, shares, swapped
 from interlace.capture.opaque import TAIL, TOLD, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn, tensor_leaves, told_call
 from interlace.capture.reads import Depends, Hidden, Telling, Told, numbers_in, reading
@@ -315,10 +315,9 @@ class Trace:
 
     def _gradients(self, params: list[ModelTensor], scale: ModelTensor | None) -> None:
         """Traces the backward part and marks the parameters' gradients."""
-        seed = None
-        if scale is not None and scale.fake is not None:
-            seed = scale.fake.to(self.outputs["loss"].dtype)
-        nodes, seen = [self.outputs["loss"].grad_fn], set()
+        loss, evaluated = self.outputs["loss"], isinstance(self.trained, Evaluated)
+        seed = scale.fake.to(loss.dtype) if scale is not None and scale.fake is not None else None
+        nodes, seen = [loss.grad_fn], set()
         while self._strange and nodes:
             node = nodes.pop()
             if node is None or node in seen:
@@ -333,19 +332,19 @@ class Trace:
                         "where it is not trained, or compile first the network that it belongs to (a GAN's discriminator, say)"
                     )
         fakes: Any = [p.fake for p in params]
-        grads = with_left(torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True), fakes)
+        found = torch.autograd.grad(loss, fakes, seed, allow_unused=True) if loss.requires_grad else [None] * len(fakes)
+        grads = with_left(found, fakes)
         for p, g in zip(params, grads, strict=True):
-            if g is None:
+            if g is None or (evaluated and p.name not in self.trained):
                 (self.unused if p.name in self.trained else self.idle).append(p.name)
-            if g is None and p.name in self.trained:
+                if p.name not in self.trained:
+                    continue
                 g = torch.zeros_like(p.fake)  # type: ignore[arg-type]
-            if g is None:
-                continue
             for hook in (p.real._backward_hooks or {}).values():  # of register_hook: before averaging, as DDP
                 changed = hook(g)
                 g = g if changed is None else changed
             self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
-        if all(g is None for g in grads):
+        if not evaluated and all(g is None for g in grads):
             raise CaptureError("the loss depends on no trainable parameter")
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
@@ -354,7 +353,7 @@ class Trace:
         buffers = {f"model.{t.name}": self.recorder.snapshot(t.fake) for t in inside}  # type: ignore[arg-type]
         result = self._result(loss_fn, batch)
         self.outputs.update(outputs_of(result, numbers=not self.recorder.reads.taken))
-        if not self.outputs["loss"].requires_grad:
+        if not (self.outputs["loss"].requires_grad or isinstance(self.trained, Evaluated)):
             read = next(reversed(self.recorder.reads.taken), "")
             why = f"; or a value that is read at {read} decides it, which fullgraph=False runs in Python" if read else ""
             raise LossForm(f"the loss does not depend on any trainable parameter, or was computed under no_grad or detached{why}")

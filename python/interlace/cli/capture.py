@@ -62,11 +62,13 @@ def capture(
 def _capture(model: str, output: str, micro_batch: int, seq: int | None, symbolic: bool, param_dtype: str) -> dict[str, Any]:
     with Work() as work, _Ticker(work) as ticker:
         ticker.stage = "loading"
+        from interlace.models import resolve
+
+        resolve(model)  # a wrong name is said before torch is imported
         from interlace.capture import capture
         from interlace.capture.casts import Casts
-        from interlace.models import build, resolve
+        from interlace.models import build
 
-        resolve(model)
         ticker.stage = f"building {model}"
         start = time.monotonic()
         dtype = "float32" if param_dtype else None

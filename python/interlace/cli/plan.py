@@ -218,6 +218,9 @@ def traced(work: Work, name: str, seq: int, flash: bool, dtype: str, ignore: tup
     """The text of the model's layers, for a cluster's kind of device. Error: a file of layers for another dtype or attention."""
     if _begins(name, b"interlace-model"):
         return _written_layers(name, flash, dtype)
+    from interlace.models import options_of
+
+    options_of(name, ignore)  # a wrong name is said before torch and transformers are imported, which takes seconds
     from transformers.utils import logging
 
     from interlace.plan.layers import model_text

@@ -13,7 +13,7 @@ import typer
 from interlace.cli import simulation as sim
 from interlace.cli.console import Work, err, print_json
 from interlace.cli.plan import check_plan, plan_page
-from interlace.cli.program_file import FileError, write_text
+from interlace.cli.program_file import FileError, read_program, write_text
 from interlace.cli.report_sides import events_of, run_of, trace_of
 from interlace.config import format_bytes
 from interlace.errors import InterlaceError
@@ -103,9 +103,8 @@ class Given(sim.Given):
         from interlace import _core
         from interlace.report import build_report
 
-        if program != "-" and not Path(program).exists():
-            raise FileError(f"no such file: {program}")
         if not self.cluster:
+            read_program(program)  # what is wrong with it is said first
             raise FileError("no cluster: give --cluster, a file or a preset such as h100-80gb-8")
         with Work() as work:
             stages = self.stages(program, work.update)

@@ -11,7 +11,7 @@ import typer
 
 from interlace.cli import simulation as sim
 from interlace.cli.console import Work, err, fitted, print_json
-from interlace.cli.program_file import FileError, writable_folder, write_text
+from interlace.cli.program_file import FileError, read_program, writable_folder, write_text
 from interlace.config import format_bytes, parse_bytes
 
 HELP = """Predict the time and memory of one step, without running it.
@@ -56,6 +56,7 @@ def simulate(
     if program is None:
         raise FileError("no program file: name one, or - for stdin (examples: interlace simulate --help)")
     if cluster is None:
+        read_program(program)  # what is wrong with it is said first
         presets = ", ".join(f"{name}-8" for name in _core.preset_names())
         raise FileError(f"no cluster: give --cluster, a file or one of the presets {presets} (any count)")
     given = sim.Given(cluster, mesh, accumulation, stage_order, profile, machine, foreign, slow, every_rank)

@@ -18,7 +18,7 @@ from interlace.capture.groups import optimizer_groups
 from interlace.capture.in_python import capture_any
 from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
-from interlace.capture.loss import LossForm, outputs_of
+from interlace.capture.loss import Evaluated, LossForm, outputs_of
 from interlace.capture.model_tensors import collect
 from interlace.capture.program import default_loss
 from interlace.capture.reach import mentions
@@ -57,6 +57,7 @@ class Captures:
         self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
         self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
         self.trained: set[str] = set()  # parameters that had a gradient in some program; in others they have zeros (`meta unused`)
+        self.evaluated: Evaluated | None = None  # in their place, while an evaluation is captured
         self.grows = True  # until there is a program: buffers may get other sizes, which rank 0's constants tell the others
         self.any_batch = ""  # why all of it runs in Python now, on batches of any form (capture/any_batch.py); empty: it is captured
         self._opens: bool | None = None  # whether the loss function opens regions of torch.autocast; None: not known yet
@@ -187,7 +188,7 @@ class Captures:
         captured = capture(
             self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.fullgraph, rng_mode=self.config.rng,
             casts=casts, watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
-            trained=self.trained, grows=self.grows, one_attention=self.one_attention,
+            trained=self.trained if self.evaluated is None else self.evaluated, grows=self.grows, one_attention=self.one_attention,
         )  # fmt: skip
         self._refuse_turns(captured)
         return captured, *self._named_by_content(captured)
@@ -266,7 +267,7 @@ class Captures:
         mark.word(groups.lines(), [groups.of.get(id(t.real)) for t in tensors if t.kind == "param"])
         mark.word(sorted(self.numbers))
         mark.word(sorted(self.undecided))
-        mark.word(sorted(self.trained))
+        mark.word(sorted(self.trained) if self.evaluated is None else ["evaluated", *sorted(self.evaluated)])
         mark.word(repr(self.one_attention))
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
@@ -98,6 +99,7 @@ class Programs:
         peers.on_close(self.loops.close)
         self._shared = 0
         self._builds = 0
+        self._alive: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # programs that can run, by their executors
 
     def captured_of(self, captured: str, stage: int) -> str:
         """The text for a stage's own micro-batches."""
@@ -233,6 +235,8 @@ class Programs:
         problem: InterlaceError | None = None
         try:
             self.check_room(program, beside)
+            if not take_states:
+                self._check_both(program, beside)
         except InterlaceError as e:
             problem = e
         self._agree(problem)  # or ranks of other stages would wait for this one's connections
@@ -254,6 +258,7 @@ class Programs:
         why = executor.graph_stats()["why_not"]
         if why and self.peers.device.type != "cpu" and donor is None:
             log.info("steps are given to the device op by op: %s", why)
+        self._alive[executor] = program
         return Built(source, program, executor, States(program, executor, self.peers))
 
     def _agree(self, problem: InterlaceError | None) -> None:
@@ -320,6 +325,17 @@ class Programs:
                 "but for steps that are made there (host_update), a folder on a local disk"
             )
 
+    def _check_both(self, program: Any, before: Any) -> None:
+        """Error: the states of two programs, of which one gets the other's values in other units, take more than memory_limit."""
+        summaries = [one.summary() for one in (before, program)]
+        need, limit, room = sum(s["persistent_bytes"] + s["step_bytes"] for s in summaries), self.config.memory_limit_bytes, self.room
+        if limit is not None and room is not None and need > room:
+            raise InterlaceError(
+                f"other parameters are trained from here on: while states are copied a rank needs {format_bytes(need)}, for those of "
+                f"before and after, memory_limit is {format_bytes(limit)}; raise it to {math.ceil((need + limit - room) / 2**20)}MiB, or "
+                "save before the change, compile again after it, and load"
+            )
+
     def over_limit(self, program: Any, beside: Any = None) -> str | None:
         """What a rank needs, where that is more than it may have. `beside`: the program that has left its own memory of a step there."""
         limit, room = self.config.memory_limit_bytes, self.room
@@ -340,7 +356,8 @@ class Programs:
         return limit if limit is None else max(0, limit - beside_bytes(self.peers.device, limit))
 
     def needed_bytes(self, program: Any, beside: Any = None) -> int:
-        """What a rank takes, with all in its place, which is a little more than what lives at once."""
+        """What a rank takes, with all in its place, which is a little more than what lives at once. `beside` as in over_limit; so have other
+        programs that are kept."""
         summary = program.summary()
         need = predicted_peak_bytes(summary)
         if self.config.arena:
@@ -349,8 +366,12 @@ class Programs:
             if here or plan["placed"]:  # what moves has places on no device
                 need = summary["persistent_bytes"] + summary["step_bytes"] + plan["taken_bytes"]
         if beside is not None:
-            known = step_states(program).keys() | {state_name(s) for s in beside.states() if s["out"]}  # which take no memory between steps
-            need += sum(size for name, size in step_states(beside).items() if name not in known)
+            more: dict[str, int] = {}
+            for other in (beside, *self._alive.values()):
+                out = {state_name(s) for s in other.states() if s["out"]}  # which take no memory between steps
+                more |= {name: size for name, size in step_states(other).items() if name not in out}
+            own = step_states(program)
+            need += sum(size for name, size in more.items() if name not in own)
         return need
 
     def allocator_bytes(self, program: Any) -> int:
@@ -395,8 +416,9 @@ def state_name(state: dict[str, Any]) -> str:
 
 
 def step_states(program: Any) -> dict[str, int]:
-    """Bytes of the states of one step, which have their memory between steps too."""
-    return {state_name(s): math.prod(s["shape"]) * DTYPES[s["dtype"]].itemsize for s in program.states() if not s["persistent"]}
+    """Bytes of the states of one step and of tables of the trace, which have their memory between steps too."""
+    named = [*((state_name(s), s) for s in program.states()), *((f"buffer {b['name']}", b) for b in program.buffers())]
+    return {name: math.prod(x["shape"]) * DTYPES[x["dtype"]].itemsize for name, x in named if not x["persistent"]}
 
 
 def predicted_peak_bytes(summary: dict[str, Any]) -> int:

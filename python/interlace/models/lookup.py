@@ -12,8 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from interlace.errors import InterlaceError
 from interlace.models.presets import ALIASES, PLANNED, PRESETS, Preset
 
@@ -77,6 +75,8 @@ def _read_config(path: Path, images: bool = False) -> tuple[str, dict[str, Any]]
 
 def _from_file(path: Path) -> Preset:
     model_type, options = _read_config(path, images=True)
+    import torch
+
     dtype = options.pop("dtype", None) or options.pop("torch_dtype", None) or "float32"
     if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise InterlaceError(f"{path}: unknown dtype '{dtype}'")
@@ -108,7 +108,7 @@ def config_of(name: str, seq: int | None = None, ignore: tuple[str, ...] = ()) -
     Positions are made enough for `seq`. `ignore`: keys of the file that may be unknown. Errors: unknown name (did you mean),
     unreadable file, a model type that is no causal language model, keys that the architecture does not know.
     """
-    model_type, options = _options(name, ignore)
+    model_type, options = options_of(name, ignore)
     from transformers import CONFIG_MAPPING
 
     length = "n_positions" if model_type == "gpt2" else "max_position_embeddings"
@@ -120,7 +120,8 @@ def config_of(name: str, seq: int | None = None, ignore: tuple[str, ...] = ()) -
         raise InterlaceError(f"'{name}': transformers refuses this {model_type} config: {' '.join(str(e).split())}") from e
 
 
-def _options(name: str, ignore: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+def options_of(name: str, ignore: tuple[str, ...] = ()) -> tuple[str, dict[str, Any]]:
+    """The model type and the options of that config, without making it. Errors: those of config_of but what the config itself refuses."""
     if name in PLANNED:
         model_type, options = PLANNED[name]
         return model_type, dict(options)

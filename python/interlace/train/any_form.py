@@ -21,6 +21,7 @@ from interlace.capture.inputs import InputSpec, with_numbers
 from interlace.compiling.captures import Captures, in_python
 from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, ProgramError, Source
+from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
 from interlace.train.changes import alike
@@ -31,6 +32,7 @@ from interlace.train.run import Run
 log = logging.getLogger("interlace")
 FORMS = 8  # that are captured
 FITS, OTHER, UNFIT = range(3)
+ALL_ASK = "every rank must say so in the same step"
 
 
 @dataclasses.dataclass
@@ -53,6 +55,7 @@ class AnyForm:
         self._entered = False
         self._failed = False  # something could not be captured: nothing else is tried
         self._said: set[str] = set()
+        frozen.forgotten = self.forget
 
     @property
     def may(self) -> bool:
@@ -68,17 +71,32 @@ class AnyForm:
             self._failed, self._left = True, None
         if not asked and not captures.may_run_whole:
             return self._back(batch, FITS)
-        worst, why = (UNFIT, "") if asked else self._agreed(batch)
+        worst, why = self._agreed(batch, asked) if captures.may_run_whole else self._all_ask()
         if worst == UNFIT or (run.takes_any and worst == FITS and not self._may_go_back()):
             self.enter(why)
             return True
         return self._back(batch, worst)
 
-    def _agreed(self, batch: Any) -> tuple[int, str]:
-        """What becomes of this step's batches on all ranks, and why."""
+    def _all_ask(self) -> tuple[int, str]:
+        """Error: a rank makes this step as it is. Nobody but ranks that ask for Python calls it."""
         run, peers = self._run, self._run.peers
-        mine, spec, why = self._verdict(batch)
-        worst = peers.groups.largest([mine])[0]
+        try:
+            peers.exchange(f"step {run.steps} with python=True", None, run.steps)
+        except PeerError as e:
+            raise PeerError(f"{e}; rank {peers.rank} called trainer.step(batch, python=True), and {ALL_ASK}", e.rank) from e
+        return UNFIT, ""
+
+    def _agreed(self, batch: Any, asked: bool) -> tuple[int, str]:
+        """What becomes of this step's batches on all ranks, and why. Error: some ranks alone ask for Python."""
+        run, peers = self._run, self._run.peers
+        mine, spec, why = (UNFIT, None, "") if asked else self._verdict(batch)
+        worst, some, others = peers.groups.largest([mine, int(asked), int(not asked)])
+        if some and others:
+            asking = [r for r, asks in enumerate(peers.exchange(f"who has python=True at step {run.steps}", asked)) if asks]
+            said = f"{ranks_text(asking)} alone called trainer.step(batch, python=True) at step {run.steps}; {ALL_ASK}"
+            raise PeerError(said, asking[0], agreed=True)
+        if asked:
+            return UNFIT, ""
         if worst == FITS:
             return FITS, ""
         tensors = repr([(t.name, t.dtype, t.shape) for t in spec.tensors]) if spec is not None else ""
@@ -143,13 +161,12 @@ class AnyForm:
             text, constants = captures.training_text(None)
             return self._planner.source(text, run.planned_passes, constants, run.limit)
 
-        source = run.programs.share(f"program of any batch at step {run.steps}", make)
-        try:
-            self._use(run.programs.build_beside(source, run.executor, run.ir))
-        except ProgramError:  # parameters without a gradient have units now
-            before = self._follow.trained()
-            self._frozen.rebuild(source)
-            self._follow.began(before)
+        with self._frozen.as_running():  # what was frozen since the last step is followed later
+            source = run.programs.share(f"program of any batch at step {run.steps}", make)
+            try:
+                self._use(run.programs.build_beside(source, run.executor, run.ir))
+            except ProgramError:  # parameters without a gradient have units now
+                self._follow.rebuild(source, self._follow.trained())
         self._any = self._kept()
 
     def _back(self, batch: Any, worst: int) -> bool:
@@ -163,9 +180,12 @@ class AnyForm:
             assert self._left is not None
             self._use(run.programs.again_beside(self._left.built, run.executor, run.ir))
             follow.values.fill()
-        elif run.shapes is None and worst == FITS:
+        elif run.shapes is None and worst == FITS and self._verdict(batch)[0] == FITS:
             run.takes_any = False  # for the batch, which is of the form that comes
-            follow.capture("batches of the form before come again", batch)
+            if self._frozen.changed:
+                self._frozen.follow(batch)
+            else:
+                follow.capture("batches of the form before come again", batch)
         else:
             run.takes_any = False
         self._left = None

@@ -148,8 +148,14 @@ class EagerRunner:
                 if name in self._writes or t.data_ptr() != begin[name]:  # p.data = ..., say
                     self.states.fill_from(name, WEIGHT, t.detach())
         if late := self.used.difference(self.gradients):
+            name = min(late)
+            if not self.states.parameters[name].trainable:
+                raise InterlaceError(
+                    f"parameter '{name}' is trained at step {step}, and was frozen when compiled; mode=\"eager\" takes what begins later "
+                    "where it is frozen (requires_grad_(False)) after interlace.compile and not before it"
+                )
             raise InterlaceError(
-                f"parameter '{min(late)}' has a gradient at step {step}, and had none on the example batch that was compiled for; give "
+                f"parameter '{name}' has a gradient at step {step}, and had none on the example batch that was compiled for; give "
                 'interlace.compile a batch that uses it, or take fullgraph=False in place of mode="eager"'
             )
         result = self.executor.step(gradients, hyper, step)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import nn
 from interlace.capture.any_batch import ANY
 from interlace.capture.effects import kept_values
 from interlace.capture.inputs import InputSpec, Path, differing, numbers_in, on_device, path_name, with_numbers
-from interlace.capture.loss import outputs_of
+from interlace.capture.loss import Evaluated, outputs_of
 from interlace.capture.model_tensors import collect
 from interlace.capture.opaque import TOLD
 from interlace.capture.program import default_loss
@@ -46,13 +47,8 @@ Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
 # What decides units and states; the others say when things move in a step.
 MANY_FORMS = 8  # that are captured with fullgraph=False; others are evaluated in Python
-UNCAPTURED = "cannot be captured"
 MANY_WAYS = 8  # programs for the ways of batches of one shape
 STRUCTURE = ("canonicalize", "mesh", "borders", "tensor", "precision", "pipeline", "shard", "replicate", "zero1", "update")
-
-
-class Uncaptured(CaptureError):
-    """An evaluation that may run in Python."""
 
 
 @contextlib.contextmanager
@@ -116,7 +112,7 @@ class Evaluation:
             run.check_same_batch(f"batch of evaluation {self._calls}", inputs, evaluates=True)
             try:
                 made = self._build(batch, loss_fn)
-            except (Uncaptured, ProgramError):  # a program of parameters that training has no gradients of, say
+            except (CaptureError, ProgramError):  # a program of parameters that training has no gradients of, say
                 if not self.captures.may_run_whole:
                     raise
                 self._in_python.add(self._form(batch, loss_fn))
@@ -217,26 +213,26 @@ class Evaluation:
         captures.undecided |= self._undecided
 
         def make() -> Source:
-            try:
-                text, constants = captures.text(batch)
-            except CaptureError as e:
-                if not captures.may_run_whole:
-                    raise
-                return Source("", [{UNCAPTURED: str(e)}])
+            text, constants = captures.text(batch)
             made: dict[int, Made] = {}
-            for stage in self.planner.stages_in_order():
-                known = (Source(program.print()) for program, _ in made.values())
-                made[stage] = self._within_limit(self.planner.text_of_stage(text, stage, known), stage)
+            try:
+                for stage in self.planner.stages_in_order():
+                    known = (Source(program.print()) for program, _ in made.values())
+                    made[stage] = self._within_limit(self.planner.text_of_stage(text, stage, known), stage)
+            except ProgramError as e:
+                raise ProgramError(f"evaluate: {e}; on the whole model, evaluate this in `with trainer.whole_parameters():`") from e
             texts = [made[stage][0].print() for stage in range(run.config.stage_ranks)]
             if len(texts) > 1:
                 check_stages(texts)
             return Source(texts[0], made[0][1], constants, captured=text, stages=texts if len(texts) > 1 else [])
 
-        with gathered(run, captures), in_eval_mode(run.model):
-            share = lambda: shared_capture(run, captures, f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
-            source = captured_alike(share, batch, run.peers, captures)
-        if source.reports and UNCAPTURED in source.reports[0]:
-            raise Uncaptured(source.reports[0][UNCAPTURED])
+        captures.evaluated = Evaluated(json.loads(run.ir.meta().get("idle", "[]")))
+        try:
+            with gathered(run, captures), in_eval_mode(run.model):
+                share = lambda: shared_capture(run, captures, f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731
+                source = captured_alike(share, batch, run.peers, captures)
+        finally:
+            captures.evaluated = None
         problem = programs.over_limit(programs.parse(source), run.ir)
         if run.config.stage_ranks > 1 and run.config.memory_limit is not None:  # each has its own program
             everyone = run.peers.exchange(f"room of evaluation {self._calls}", problem)

@@ -72,6 +72,7 @@ class Follow:
         self._told: set[str] = set()  # places that a loss function's Python changes in steps: no states of the model
         self._forms = 0  # that were captured
         self._texts: set[str] = set()  # beside the tensors, that programs were captured for
+        self.tried: Form | None = None  # that other_form() has captured, or not
         self._evaluated = ""  # the state of the model in evaluations, where the next step will follow it
         self.watch = Watch(captures.model, captures.loss_fn)
         self.values = Values(run, captures.model, self.watch)
@@ -152,7 +153,7 @@ class Follow:
     def other_form(self, batch: Any, error: CaptureError) -> Any:
         """The step's batch as the program takes it that runs from now on; the one that ran does not take it. Every rank must call it.
         Error: that of the program, where sizes are declared, micro-batches differ from one another, or more than sizes and numbers does."""
-        run = self.run
+        run, self.tried = self.run, None
         if run.shapes is not None:
             raise error
         parts = batches.micro_batches(None, batch, run.config.accumulation)
@@ -185,7 +186,8 @@ class Follow:
             why += ", which is best left out of the batch where nothing reads it"
         elif self._forms == MANY_FORMS:
             why += "; with Config(pad={...}), which says what fills each such entry up, few programs are enough"
-        self.follow(batch, Form(spec, why, {**changed, **differ}, bool(differ)))
+        self.tried = Form(spec, why, {**changed, **differ}, bool(differ))
+        self.follow(batch, self.tried)
         return self.numbered(batch)
 
     def _free(self, spec: InputSpec, micro_batch: Any, error: CaptureError) -> None:
@@ -356,7 +358,7 @@ class Follow:
                 found = programs.again_beside(found, run.executor, run.ir)
                 self._keep(before, self._running())
                 self.frozen.take(found)
-                return self.values.fill()
+                return self._fill()
         if place is not None:
             self._turns[place] += 1
         log.warning("step %d: compiling again, because %s", run.steps, why)
@@ -377,8 +379,7 @@ class Follow:
             try:
                 built = programs.build_beside(source, run.executor, run.ir)
             except ProgramError:  # other parameters have gradients now
-                self.frozen.rebuild(source)
-                self.began(trained)
+                self.rebuild(source, trained)
             else:
                 self._keep(before, running)
                 self.frozen.take(built)
@@ -387,13 +388,18 @@ class Follow:
             inputs |= {path: dtype for path, dtype in form.numbers.items() if path_name(path) in named}
         if form is not None or inputs:
             run.spec = dataclasses.replace(InputSpec.of(with_numbers(micro_batch, inputs)), free=run.spec.free)
+        known = {b["name"] for b in run.ir.buffers()}
+        self._fixed |= numbers - known
+        self.captures.numbers |= numbers & known
+        self._fill()
+
+    def _fill(self) -> None:
+        """The program's buffers have what is there now, which others may have had no use for when it changed."""
         self.values.fill()
-        buffers = {b["name"]: b["value"] for b in run.ir.buffers()}
         values = self.watch.numbers()
-        self._fixed |= numbers - buffers.keys()
-        self.captures.numbers |= numbers & buffers.keys()
-        for where in self.captures.numbers & buffers.keys() & values.keys():
-            run.executor.tensor(buffers[where]).fill_(values[where])
+        for b in self.run.ir.buffers():
+            if b["name"] in values and b["name"] in self.captures.numbers:
+                self.run.executor.tensor(b["value"]).fill_(values[b["name"]])
 
     def _text(self, micro_batch: Any, numbers: set[str], form: Form | None = None) -> tuple[str, dict[str, Tensor]]:
         """With buffers in place of these numbers too, and inputs in place of those of the batch, where the model lets tensors stand for
@@ -414,11 +420,16 @@ class Follow:
             self.captures.any_batch = "numbers beside the tensors differ between ranks"
         return self.captures.training_text(micro_batch)
 
-    def began(self, trained: set[str]) -> None:
-        """Other parameters than these have gradients in a program of other units: as in torch.optim they begin now."""
+    def rebuild(self, source: Source, trained: set[str]) -> None:
+        """Frozen.rebuild, with a program in which other parameters than these have gradients: as in torch.optim they begin now, or where a
+        checkpoint has them."""
+        laid = dict(self.run.laid_by)
+        self.frozen.rebuild(source)
         self._programs.clear()
         for name in self.trained() - trained:
-            self.run.left_out[name] = self.run.hyper.steps[self.run.states.parameters[name].group or 0]
+            made = self.run.hyper.steps[self.run.states.parameters[name].group or 0]
+            if (fewer := made - (laid[name].made if name in laid else 0)) > 0:
+                self.run.left_out[name] = fewer
 
     def _keep(self, key: tuple[str, str], built: Built) -> None:
         """A program that runs no more, for states that come back."""

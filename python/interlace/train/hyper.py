@@ -9,6 +9,7 @@ update was made.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -161,13 +162,16 @@ class Hyper:
             )
         return self._padded(i, [float(number), *form.numbers])
 
-    def advance(self) -> None:
-        """An update was made."""
-        self.steps = [t + 1 for t in self.steps]
+    def advance(self, idle: Collection[int] = ()) -> None:
+        """An update was made, but for groups of which no parameter has a gradient."""
+        self.steps = [t + (i not in idle) for i, t in enumerate(self.steps)]
         groups = self.optimizer.param_groups
         for piloted in self._piloted:
             if piloted.step is not None:
-                piloted.pilot = piloted.step.after
+                before, piloted.pilot = piloted.pilot, piloted.step.after
+                for i in range(piloted.count):
+                    if piloted.first + i in idle:
+                        piloted.pilot = piloted.pilot.with_group_of(before, i)
                 for i, changed in enumerate(piloted.step.changed):
                     groups[piloted.first + i].update(changed)
                 piloted.step = None

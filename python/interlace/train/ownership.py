@@ -6,6 +6,7 @@
     optimizer.state.clear()       begins the states anew, at the next step, on every rank alike; so does another empty dict in its place
     optimizer.train(), .eval()    of schedule-free optimizers, on what the trainer has (modes.py)
     loss.backward()               warning, once: these gradients are not the trainer's
+    update_and_allocate(step)     error: AdaLoRA's reads gradients
 
 Everything is taken off when the trainer closes.
 """
@@ -70,6 +71,7 @@ class Ownership:
                 optimizer.register_load_state_dict_pre_hook(self._on_load), optimizer.register_load_state_dict_post_hook(_keep),
             ]  # fmt: skip
             _keep(optimizer)
+        self._handles += [AdaLora(run, m) for m in run.model.modules() if hasattr(m, "update_and_allocate")]
         on_gradient = self._on_gradient
 
         def watch(parameter: Tensor) -> None:
@@ -154,6 +156,27 @@ class Ownership:
         return {**given, "state": {}}
 
 
+class AdaLora:
+    """Has peft's AdaLoRA say that it needs gradients, where it would fail on None."""
+
+    def __init__(self, run: Run, module: Any) -> None:
+        here, allocate = weakref.ref(run), module.update_and_allocate
+
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            run = here()
+            if run is None or run.closed is not None:
+                return allocate(*args, **kwargs)
+            raise InterlaceError(
+                f"{user_line()}: update_and_allocate() ranks parameters by their gradients, which are in the program (p.grad is None); train "
+                "with all ranks that there are (leave the call out), with peft's LoraConfig, or in a loop of your own (trainer.close() first)"
+            )
+
+        self._module, module.update_and_allocate = module, refused
+
+    def remove(self) -> None:
+        vars(self._module).pop("update_and_allocate", None)
+
+
 def _keep(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state = _State(dict, optimizer.state)
 
@@ -224,7 +247,10 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
         steps.append(most)
         for name, parameter in frozen.items():
             states = states_of(entries[name], parameter, run.state_names(i))
-            if states and (count := int(entries[name].get("step", most or 1))) > 0:
+            count = int(entries[name].get("step", most or 1)) if states else 0
+            if run.config.mode == "eager" and count < most:  # whose program has it in any case
+                left_out[name] = most - count
+            if count > 0:
                 others = as_scalars({k: v for k, v in entries[name].items() if k not in states})
                 laid_by[name] = run.hyper.laid_by(i, count, others, list(states))
         scalars.append(as_scalars(kept) if kept is not None and is_rule(run.kind_of(i)) else None)
@@ -234,7 +260,7 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             if isinstance(t, Tensor) and tuple(t.shape) != p.shape_of(role):
                 raise InterlaceError(f"{role} of '{p.name}' has shape {tuple(t.shape)} in the state dict, {p.shape_of(role)} here")
             wanted = p.group is not None and steps[p.group] > 0 and role in run.state_names(p.group) and role != "momentum_buffer"
-            if t is None and wanted:
+            if t is None and wanted and p.name not in run.frozen():
                 raise InterlaceError(f"the state dict is of another optimizer: it has no {role} of '{p.name}'")
 
     def fill() -> None:
@@ -243,6 +269,9 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
             run.states.fill_from(p.name, role, t if t is not None else torch.zeros(p.shape, dtype=torch.float32))
         run.hyper.restore(steps, scalars)
         run.left_out = left_out
+        if run.config.mode == "eager":
+            run.behind = {name: laid for name, laid in laid_by.items() if name in left_out}
+            return
         run.laid_by = laid_by
         for name, laid in laid_by.items():
             for role in laid.roles:

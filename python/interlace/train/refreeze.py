@@ -8,12 +8,14 @@ frozen the optimizer's states and count of steps are laid by, a part on each ran
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from interlace.capture.inputs import InputSpec
 from interlace.capture.model_tensors import collect
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
@@ -44,10 +46,17 @@ class Frozen:
         if run.shapes is not None:
             run.shapes.as_running = self.as_running
         self.rebuilt = 0  # how often units have changed
+        self.forgotten: Callable[[], None] = lambda: None  # others' programs on the states of before
         self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
-    def follow(self, batch: Any) -> None:
-        """Between steps: compiles again when a parameter's requires_grad has changed; all ranks must have changed the same."""
+    @property
+    def changed(self) -> bool:
+        """Whether follow() would compile again."""
+        return bool(self.run.hyper.added) or [p.requires_grad for p in self._tensors] != self._flags
+
+    def follow(self, batch: Any, spec: InputSpec | None = None) -> None:
+        """Between steps: compiles again when a parameter's requires_grad has changed; all ranks must have changed the same. `spec`: of the
+        batch, where the program that runs is of another form."""
         from interlace import _runtime
 
         marks, added = _runtime.marks(self._tensors), self.run.hyper.added
@@ -80,6 +89,7 @@ class Frozen:
         self._lay_by([name for name, word in changed.items() if word == "frozen"])
         self._restart_groups([name for name, word in changed.items() if word == "trainable"])
         log.warning("step %d: compiling again, because %s", run.steps, _listed(changed, added))
+        run.spec = spec or run.spec
         self._recompile(run.example(batch))
         self._flags, self._marks = flags, _runtime.marks(self._tensors)
 
@@ -161,8 +171,9 @@ class Frozen:
         self.recompiled, self.rebuilt = True, self.rebuilt + 1
         programs.compare_digests(source)
         run.flush()
-        built = programs.build(source, run.executor, take_states=False)
+        built = programs.build(source, run.executor, run.ir, take_states=False)
         self._copy(built)
+        self.forgotten()
         self.take(built)
 
     def take(self, built: Built) -> None:
@@ -187,7 +198,8 @@ class Frozen:
                     continue
                 if value is not None and (role == WEIGHT or role in new.roles_of(p.name)):
                     new.fill_from(p.name, role, value)
-        for name in sorted(trained.intersection(run.laid_by)):
+        idle = json.loads(built.ir.meta().get("idle", "[]"))  # which have no gradient yet, and states when they do
+        for name in sorted(trained.intersection(run.laid_by).difference(idle)):
             laid = run.laid_by.pop(name)
             for role in laid.parts:
                 value = laid.whole(run, role)

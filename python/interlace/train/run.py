@@ -76,6 +76,7 @@ class Run:
         self.outputs: dict[str, list[Tensor]] = {}
         self.skipped = False
         self.left_out: dict[str, int] = {}  # steps that a parameter has made fewer than its group, without a gradient
+        self.behind: dict[str, LaidBy] = {}  # where their optimizer was then
         self.laid_by: dict[str, LaidBy] = {}
         self.listed = False  # the example batch was a list, as one batch
         self.stage = stage_at(config.schedule, 0)  # entry of the schedule
@@ -399,25 +400,26 @@ def shared_capture(
     run: Run, captures: Captures, what: str, make: Callable[[], Source], loss_fn: Callable[[nn.Module, Any], Any] | None = None
 ) -> Source:  # fmt: skip
     """Programs.share of what make() captures. Where batches differ too often in what Python reads of them, and what reads it cannot be
-    captured otherwise, that runs in Python from here on: a training does not stop for it. Every rank must call it."""
-    programs, reason = run.programs, "in Python"
+    captured otherwise, that runs in Python from here on: a training does not stop for it. Every rank must call it; all have its errors."""
+    programs, failed, caught = run.programs, "cannot be captured", list[CaptureError]()
 
     def first() -> Source:
         try:
             return make()
         except CaptureError as e:
-            if not captures.may_leave_out:
-                raise
-            return Source("", [{reason: str(e).partition(", or pass fullgraph=False")[0]}])
+            caught.append(e)
+            return Source("", [{failed: str(e)}])
 
-    with gathered(run, captures):
-        source = programs.share(what, first, loss_fn)
-    if not source.reports or reason not in source.reports[0]:
-        return source
-    programs.in_python = True
-    log.warning(
-        "step %d: what cannot be captured for so many different batches runs in Python from now on, as Config(fullgraph=False) has it, which "
-        "may be slower (trainer.summary()['opaque'] says what it costs): %s", run.steps, source.reports[0][reason],
-    )  # fmt: skip
-    with gathered(run, captures):
-        return programs.share(what, make, loss_fn)
+    while True:
+        with gathered(run, captures):
+            source = programs.share(what, first, loss_fn)
+        if not source.reports or failed not in source.reports[0]:
+            return source
+        if not captures.may_leave_out:
+            raise caught[-1] if caught else CaptureError(source.reports[0][failed])
+        programs.in_python = True
+        log.warning(
+            "step %d: what cannot be captured for so many different batches runs in Python from now on, as Config(fullgraph=False) has it, "
+            "which may be slower (trainer.summary()['opaque'] says what it costs): %s",
+            run.steps, source.reports[0][failed].partition(", or pass fullgraph=False")[0],
+        )  # fmt: skip

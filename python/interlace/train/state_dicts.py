@@ -58,7 +58,7 @@ def optimizer_state_dict(run: Run, all_ranks: bool = False) -> dict[str, Any]:
                     continue
                 entry = state.setdefault(index[p.name], {})
                 if not entry:
-                    entry.update(run.hyper.entry(p.group or 0))
+                    entry.update(run.hyper.entry(p.group or 0, run.behind.get(p.name)))
                     if run.left_out.get(p.name) and "step" in entry:
                         entry["step"] = torch.tensor(float(run.own_steps(p.name, p.group or 0)))
                 entry[role] = t.detach().to("cpu", copy=True)

@@ -59,10 +59,13 @@ class Stepping:
                     with self._frozen.as_running():  # what was frozen meanwhile is followed then
                         batch = self._follow.other_form(batch, e)
                 except CaptureError as why:
-                    if any_form is None or not any_form.may:
-                        raise
-                    any_form.enter(in_python(why))
-                    return self._beside(batch)
+                    form = self._follow.tried
+                    if form is None or form.differ or not self._frozen.changed:
+                        if any_form is None or not any_form.may:
+                            raise
+                        any_form.enter(in_python(why))
+                        return self._beside(batch)
+                    self._frozen.follow(batch, form.spec)  # it trains other parameters
                 inputs = run.inputs(batch)
             if self._frozen is not None and self._follow is not None:
                 self._frozen.follow(batch)
@@ -128,7 +131,7 @@ class Stepping:
             if not result["finite"] and run.norm is None and not skips and not all(math.isfinite(one.item()) for one in losses):
                 with run.peers.guard():
                     raise NonFiniteError(self._diagnosis.nonfinite_loss(inputs, loss, result))
-            run.hyper.advance()
+            run.hyper.advance(self._unused.idle)
         run.hyper.after_step()
         if run.shapes is not None and not run.takes_any:
             run.shapes.note_step()

@@ -63,6 +63,7 @@ class Trainer:
         self._loop = Loop(run, planner, self._swapping)
         self._evaluation = Evaluation(run, captures, planner)
         self._diagnosis = Diagnosis(run)
+        self._ownership = Ownership(run)  # what it puts in the model is no change of the user's
         self._frozen = frozen = Frozen(run, captures, planner, self._evaluation) if run.config.mode == "compiled" else None
         self._follow = Follow(run, captures, planner, self._evaluation, frozen) if frozen is not None else None
         some = frozen is not None and self._follow is not None and captures.can_run_whole
@@ -70,7 +71,6 @@ class Trainer:
         self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, self._follow, self._any_form)
         self._saving = Saving(run, self._loop)
         self._loading = Loading(run, self._saving, self._loop)
-        self._ownership = Ownership(run)
         run.peers.on_close(self._drop)
         run.peers.places.start(self._where)
 

@@ -17,6 +17,7 @@ import torch
 from interlace.capture.groups import is_rule
 from interlace.compiling.states import WEIGHT
 from interlace.errors import InterlaceError
+from interlace.train.laid_by import LaidBy
 from interlace.train.run import Run
 
 Tensor = torch.Tensor
@@ -35,6 +36,9 @@ class Unused:
         self._before = set[str]()  # the latter
         self._other_way: set[str] = set()  # of this program, what goes unused in every step
         self.now: set[str] = set()  # unused in the last step
+        self.idle: set[int] = set()  # groups of which it left out all, which make no step themselves
+        self._groups: dict[str, int] = {}  # of the parameters with a gradient in this program
+        self._never: set[int] = set()  # groups that have none of them
         self._sometimes: set[str] = set()  # what opaque modules of it decide, or the user's own Python
 
     def _names(self) -> list[str]:
@@ -45,6 +49,10 @@ class Unused:
             unused, idle = (json.loads(self.run.ir.meta().get(word, "[]")) for word in ("unused", "idle"))
             self._other_way = {*unused, *(self.run.left_out.keys() & idle)}
             names = self._sometimes | self._other_way | self.run.left_out.keys()
+            if self.run.states.stages == 1:
+                own = {n: p.group for n, p in known.items() if p.trainable and p.unit is not None and n not in idle}
+                self._groups = {n: group for n, group in own.items() if group is not None}
+                self._never = set(range(len(self.run.hyper.steps))).difference(self._groups.values())
             self._some = sorted(n for n in names if n in known and known[n].unit is not None and known[n].trainable)
         return self._some
 
@@ -69,13 +77,15 @@ class Unused:
     def after_step(self, rows: list[list[float]]) -> None:
         """`rows`: the hyper-parameters that the step was made with."""
         names = self._names()
-        self.now = set()
+        self.now, self.idle = set(), self._never
         if not names:
             return
         used = self.table.used if self.table is not None else ()
         flags = self.run.peers.groups.largest([int(n in used if n in self._sometimes else n not in self._other_way) for n in names])
         unused = [n for n, used in zip(names, flags, strict=True) if not used]
         self.now = set(unused)
+        if unused and self._groups:
+            self.idle = self._never | set(self._groups.values()) - {group for n, group in self._groups.items() if n not in self.now}
         if self._doubtful is None:
             self._doubtful = set()
         kept, self._kept = self._kept, {}
@@ -89,15 +99,20 @@ class Unused:
                 self._put_back(name, kept[name])
             else:
                 self._undo(name, kind, row)
-            self.run.left_out[name] = self.run.left_out.get(name, 0) + 1
+            group = self.run.states.parameters[name].group or 0
+            if group not in self.idle:
+                self.run.behind.setdefault(name, LaidBy(self.run.own_steps(name, group), self.run.hyper.pilot_of(group)))
+                self.run.left_out[name] = self.run.left_out.get(name, 0) + 1
             self._doubtful.add(name)
         for name in self.run.left_out:
             kind = self._kind(name)
+            if name not in unused:
+                self.run.behind.pop(name, None)
             if name not in unused and name in kept and self.run.hyper.counts_steps(self.run.states.parameters[name].group or 0):
                 raise InterlaceError(
                     f"parameter '{name}' has a gradient again after {self.run.left_out[name]} steps without one, and {kind} would go on with "
-                    "another count of steps for it than for the rest of its group; freeze what is not used (requires_grad=False), or "
-                    "train with AdamW, Adam or SGD"
+                    "another count of steps for it than for the rest of its group; put what has no gradient for a while into an optimizer "
+                    "group of its own, or train with AdamW, Adam or SGD"
                 )
             if name not in unused and name in kept and kind in ("adam", "adamw"):
                 self._as_own_step(name, kind, rows[self.run.states.parameters[name].group or 0], kept[name])
