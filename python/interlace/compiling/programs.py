@@ -415,6 +415,11 @@ def state_name(state: dict[str, Any]) -> str:
     return state["role"] if state["unit"] is None else f"u{state['unit']}.{state['role']}"
 
 
+def idle_of(program: Any) -> list[str]:
+    """Trainable parameters that had no gradient in any program so far."""
+    return list(json.loads(program.meta().get("idle", "[]")))
+
+
 def step_states(program: Any) -> dict[str, int]:
     """Bytes of the states of one step and of tables of the trace, which have their memory between steps too."""
     named = [*((state_name(s), s) for s in program.states()), *((f"buffer {b['name']}", b) for b in program.buffers())]

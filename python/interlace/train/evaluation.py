@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +31,7 @@ from interlace.capture.watch import Watch
 from interlace.capture.ways import other_way, ways_of
 from interlace.compiling.captures import Captures, autocast_of
 from interlace.compiling.planner import Planner, check_stages
-from interlace.compiling.programs import Built, Made, ProgramError, Source, state_name, step_states
+from interlace.compiling.programs import Built, Made, ProgramError, Source, idle_of, state_name, step_states
 from interlace.config.schedule import for_stage, items, pass_name
 from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.errors import CaptureError
@@ -226,7 +225,7 @@ class Evaluation:
                 check_stages(texts)
             return Source(texts[0], made[0][1], constants, captured=text, stages=texts if len(texts) > 1 else [])
 
-        captures.evaluated = Evaluated(json.loads(run.ir.meta().get("idle", "[]")))
+        captures.evaluated = Evaluated(idle_of(run.ir))
         try:
             with gathered(run, captures), in_eval_mode(run.model):
                 share = lambda: shared_capture(run, captures, f"program of evaluation {self._calls}", make, loss_fn)  # noqa: E731

@@ -38,7 +38,7 @@ from interlace.capture.watch import Change, Watch, buffer_name, describe
 from interlace.capture.ways import Way, buffer_of, buffers_in, other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
-from interlace.compiling.programs import Built, ProgramError, Source
+from interlace.compiling.programs import Built, ProgramError, Source, idle_of
 from interlace.dist.peers import PeerError, first_difference, ranks_text
 from interlace.errors import CaptureError, InterlaceError
 from interlace.train import batch as batches
@@ -448,7 +448,7 @@ class Follow:
 
     def trained(self) -> set[str]:
         """The parameters that the running program gives gradients to."""
-        idle = json.loads(self.run.ir.meta().get("idle", "[]"))
+        idle = idle_of(self.run.ir)
         return {name for name, p in self.run.states.parameters.items() if p.group is not None and p.unit is not None}.difference(idle)
 
     def _running(self) -> Built:

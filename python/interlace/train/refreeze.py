@@ -8,7 +8,6 @@ frozen the optimizer's states and count of steps are laid by, a part on each ran
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from interlace.capture.inputs import InputSpec
 from interlace.capture.model_tensors import collect
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
-from interlace.compiling.programs import Built, ProgramError, Source
+from interlace.compiling.programs import Built, ProgramError, Source, idle_of
 from interlace.compiling.states import WEIGHT
 from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import InterlaceError
@@ -112,9 +111,10 @@ class Frozen:
 
     def _lay_by(self, names: list[str]) -> None:
         run = self.run
+        never = {*idle_of(run.ir), *run.laid_by}
         for i in range(len(run.optimizer.param_groups)):
             for name in run.names_of_group(i):
-                if name in names and name not in run.laid_by and (made := run.own_steps(name, i)) > 0:
+                if name in names and name not in never and (made := run.own_steps(name, i)) > 0:
                     run.laid_by[name] = LaidBy(made, run.hyper.pilot_of(i))
                 if name in names:
                     run.left_out.pop(name, None)
@@ -198,7 +198,7 @@ class Frozen:
                     continue
                 if value is not None and (role == WEIGHT or role in new.roles_of(p.name)):
                     new.fill_from(p.name, role, value)
-        idle = json.loads(built.ir.meta().get("idle", "[]"))  # which have no gradient yet, and states when they do
+        idle = idle_of(built.ir)  # which have no gradient yet, and states when they do
         for name in sorted(trained.intersection(run.laid_by).difference(idle)):
             laid = run.laid_by.pop(name)
             for role in laid.parts:
