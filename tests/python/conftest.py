@@ -18,13 +18,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The longest files, longest first: with --dist loadfile they start first, so that all workers have work to the end.
 LONG = (
-    "test_regions_beside", "test_parity", "test_regions", "test_tensor_parallel", "test_pipeline_training", "test_schedule_bits",
-    "test_hybrid", "test_examples", "test_rule_loops", "test_offload", "test_profile", "test_precision", "test_reposition",
-    "test_cli_train", "test_schedule", "test_streams", "test_zoo", "test_adding_an_op", "test_cubins", "test_transformers_trainer",
-    "test_host_update", "test_trainer_bits", "test_plan_training", "test_encryption", "test_recompute", "test_trainer",
-    "test_unlike_stages", "test_muon", "test_swap", "test_install", "test_checkpoint", "test_autocast", "test_plan", "test_evaluate",
-    "test_unlike_tensor", "test_capture_features", "test_verify_steps", "test_optimizers", "test_tensor_pass", "test_cache",
-    "test_random_settings", "test_region_driver", "test_report_pages", "test_interrupt",
+    "test_regions_beside", "test_regions", "test_pipeline_training", "test_tensor_parallel", "test_schedule_bits", "test_parity",
+    "test_hybrid", "test_transformers_trainer", "test_rule_loops", "test_examples", "test_precision", "test_reposition",
+    "test_transformers_cases", "test_profile", "test_laid_by", "test_adding_an_op", "test_unlike_stages", "test_encryption",
+    "test_streams", "test_zoo", "test_refreeze", "test_schedule", "test_cubins", "test_pipeline_search", "test_recompute", "test_offload",
+    "test_cli_train", "test_trainer_bits", "test_shapes", "test_any_form", "test_host_update", "test_unlike_tensor", "test_install",
+    "test_trainer", "test_autocast", "test_checkpoint", "test_interrupt", "test_muon", "test_reads", "test_region_driver",
+    "test_evaluate", "test_capture_features", "test_opaque", "test_faults", "test_plan_training", "test_tensor_pass", "test_verify_steps",
+    "test_plan", "test_optimizers", "test_bench_network", "test_usable", "test_swap", "test_cache", "test_numbers", "test_plan_here",
 )  # fmt: skip
 
 

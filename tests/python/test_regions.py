@@ -223,7 +223,7 @@ def train(case: str, regions: str, cache: str, **config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("vit", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("case", ["gpt2", *(pytest.param(case, marks=pytest.mark.soak) for case in ("llama", "vit"))])
 def test_training(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(case, "off", "off")
     fused = train(case, "on", str(folder))

@@ -97,7 +97,9 @@ def steps(case: str, cache: str, count: int, **config: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("world", "case", "least"), [(1, "perceptron", 2), (2, "llama", 5)])
+@pytest.mark.parametrize(("world", "case", "least"), [
+    (1, "perceptron", 2), (2, "perceptron", 2), pytest.param(2, "llama", 5, marks=pytest.mark.soak),
+])
 def test_bodies_run_until_all_ranks_have_the_kernels(
     tmp_path: Path, world: int, case: str, least: int, caplog: pytest.LogCaptureFixture
 ) -> None:

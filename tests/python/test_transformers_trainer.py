@@ -139,7 +139,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[lis
 
 
 @ON_CPU
-@pytest.mark.parametrize(("size", "config"), [(1, None), (2, None), (2, {"strategy": "zero1"}), (2, {"strategy": "replicate"})])
+@pytest.mark.parametrize(("size", "config"), [
+    (1, None), (2, {"strategy": "zero1"}), *(pytest.param(2, config, marks=pytest.mark.soak) for config in (None, {"strategy": "replicate"})),
+])
 def test_the_same_numbers_and_a_resumed_run(size: int, config: dict[str, Any] | None, tmp_path: Path, plain: Any) -> None:
     theirs, folder = plain(size)
     ours = ranks.run(run, size, OURS, str(tmp_path / "ours"), config)
