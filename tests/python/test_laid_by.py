@@ -54,6 +54,15 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    """As PyTorch makes it."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def batch_of(step: int, rows: int = 4) -> Tensor:
     return torch.randn(rows, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
@@ -73,11 +82,7 @@ def plain(kind: str, steps: int = 9) -> list[float]:
     optimizer = OPTIMIZERS[kind](groups_of(model))
     for step in range(steps):
         turned(model, step)
-        optimizer.zero_grad()
-        loss = loss_of(model, batch_of(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(plain_step(model, optimizer, batch_of(step)))
     return losses
 
 
@@ -126,11 +131,7 @@ def together(kind: str, config: dict[str, Any] | None) -> list[float]:
         if trainer is not None:
             losses.append(parity.mean_over_ranks(trainer.step(settings.deal(batch, rank, size))))
             continue
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(plain_step(model, optimizer, batch))
     if trainer is not None:
         trainer.close()
     return losses
@@ -191,11 +192,7 @@ def test_layers_that_are_frozen_in_eager_mode(kind: str, last: int, groups: bool
             if trainer is not None:
                 losses.append(trainer.step(batch_of(step)).item())
                 continue
-            optimizer.zero_grad()
-            loss = loss_of(model, batch_of(step))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(plain_step(model, optimizer, batch_of(step)))
         found = (optimizer.state_dict() if trainer is None else trainer.optimizer_state_dict())["state"]
         return losses, {i: {k: float(v.sum()) for k, v in entry.items() if isinstance(v, Tensor)} for i, entry in found.items()}
 
@@ -242,11 +239,7 @@ def alternating(config: dict[str, Any] | None) -> list[float]:
         if trainer is not None:
             losses.append(parity.mean_over_ranks(trainer.step(settings.deal(batch_of(step), rank, size))))
             continue
-        optimizer.zero_grad()
-        loss = loss_of(model, batch_of(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(plain_step(model, optimizer, batch_of(step)))
     if trainer is not None:
         trainer.close()
     return losses
@@ -273,11 +266,7 @@ def between(config: dict[str, Any] | None) -> tuple[list[float], list[float]]:
     for step in range(6):
         batch = batch_of(step, 8 if 1 <= step < 3 else 4)
         if trainer is None:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(plain_step(model, optimizer, batch))
             with torch.no_grad():
                 found.append(loss_of(model.eval(), batch_of(100)).item())
                 model.train().layers[0].weight.mul_(0.9)
@@ -313,11 +302,7 @@ def imported(kind: str, compiled: bool) -> list[float]:
         if trainer is not None:
             losses.append(parity.mean_over_ranks(trainer.step(batch_of(step))))
             continue
-        optimizer.zero_grad()
-        loss = loss_of(model, batch_of(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(plain_step(model, optimizer, batch_of(step)))
     if trainer is not None:
         trainer.close()
     return losses
