@@ -82,7 +82,8 @@ py::list Params(const Program& program) {
 py::list Units(const Program& program) {
   return ListOf(program.units, [](const Unit& unit) {
     return py::dict("id"_a = unit.id, "axis"_a = unit.axis, "replicas"_a = unit.replicas,
-                    "dtype"_a = std::string(DTypeName(unit.dtype)), "numel"_a = unit.numel, "shard"_a = unit.shard);
+                    "dtype"_a = std::string(DTypeName(unit.dtype)), "numel"_a = unit.numel, "shard"_a = unit.shard,
+                    "part"_a = unit.own());
   });
 }
 

@@ -124,13 +124,12 @@ py::dict FactsOf(const Program& program, const Op& op) {
   }
   const Exchange kind = starts ? TraitsOf(op).exchange : Exchange::kNone;
   const std::string name = kind != Exchange::kNone ? std::string(ExchangeName(kind)) + ".start" : op.name;
-  const std::string replicas = op.kind == OpKind::kReduceStart ? program.units[op.units[0]].replicas : "";
+  const auto [axes, replicas] = RanksOf(program, op);
   return py::dict(py::arg("key") = key, py::arg("name") = name, py::arg("lane") = std::string(LaneName(LaneOf(op))),
                   py::arg("result_bytes") = ResultBytes(program, op),
                   py::arg("bytes") = starts && !moves ? CollectiveBytes(program, op) : 0,
-                  py::arg("moves") = starts && moves && !IsClean(op) && !IsFresh(op),
-                  py::arg("axis") = std::string(AxisOf(program, op)), py::arg("replicas") = replicas,
-                  py::arg("ranks") = RanksWord(program.mesh, AxisOf(program, op), replicas),
+                  py::arg("moves") = starts && moves && !IsClean(op) && !IsFresh(op), py::arg("axis") = axes,
+                  py::arg("replicas") = replicas, py::arg("ranks") = RanksWord(program.mesh, axes, replicas),
                   py::arg("units") = std::max<int64_t>(static_cast<int64_t>(op.results.size()), 1),
                   py::arg("text") = PrintOp(program, op));
 }

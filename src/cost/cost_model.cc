@@ -149,14 +149,17 @@ Result<double> CostModel::OperandBytes(const Op& op, bool results) const {
 }
 
 Result<OpCost> CostModel::Collective(const Op& op, Exchange kind) {
-  std::string axis(AxisOf(*program_, op));
+  auto [axis, replicas] = RanksOf(*program_, op);
   if (axis.empty() && program_->mesh.size() == 1) axis = program_->mesh[0].name;
   // A gather's whole buffer is its results, everything else is counted by what goes in (recv by what comes out).
   bool by_results = kind == Exchange::kGather || op.kind == OpKind::kRecvStart;
   INTERLACE_ASSIGN(double bytes, OperandBytes(op, by_results));
   int64_t units = std::max<int64_t>(static_cast<int64_t>(by_results ? op.results.size() : op.args.size()), 1);
-  INTERLACE_ASSIGN(OpCost cost, CollectiveCost(kind, axis, bytes, units));
-  if (op.kind == OpKind::kReduceStart && program_->AxisSize(program_->units[op.units[0]].replicas) > 1) {
+  // Onto parts of shards a process group, too, goes along the rows first.
+  const bool parts = op.kind == OpKind::kReduceStart && program_->units[op.units[0]].parted() && !cluster_.cpu;
+  INTERLACE_ASSIGN(OpCost cost,
+                   parts ? InRowsAndColumns(kind, axis, bytes, units) : CollectiveCost(kind, axis, bytes, units));
+  if (!replicas.empty()) {
     INTERLACE_ASSIGN(cost, OntoReplicas(op, cost, bytes, units));
   }
   cost.sends = op.kind != OpKind::kRecvStart;

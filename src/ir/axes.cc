@@ -93,6 +93,7 @@ std::vector<std::string> Program::TransferAxes(bool grids) const {
   for (const Unit& unit : units) {
     found.insert(unit.axis);
     if (!unit.replicas.empty()) found.insert(grids ? DataAxes(unit) : unit.replicas);
+    if (unit.parted()) found.insert(unit.replicas);
   }
   for (const Phase& phase : phases) {
     for (OpId id : phase.ops) {
@@ -114,7 +115,8 @@ std::map<std::string, int64_t> Program::MessageAxes() const {
     }
   }
   if (const std::string* text = Meta(kStagesChannels); text != nullptr && stage) {
-    const int64_t channels = std::min(ParseNumber<int64_t>(*text).value_or(0), kMostChannels);  // a text may say anything
+    const int64_t channels =
+        std::min(ParseNumber<int64_t>(*text).value_or(0), kMostChannels);  // a text may say anything
     if (const auto of = found.find(stage->axis); of != found.end()) of->second = std::max(of->second, channels);
   }
   std::erase_if(found, [&](const auto& entry) { return AxisSize(entry.first) < 2; });
@@ -129,9 +131,12 @@ Dim Program::AxisRank(std::string_view axes) {
   return out;
 }
 
-std::vector<std::string_view> Program::AxesOfElements(const Unit& unit, bool shard) const {
+std::vector<std::string_view> Program::AxesOfElements(const Unit& unit, std::optional<int64_t> elements) const {
   std::vector<std::string_view> differ;
-  if (shard) differ = AxesOf(unit.axis);
+  if (elements != unit.numel) differ = AxesOf(unit.axis);
+  if (unit.parted() && elements == unit.part) {
+    for (std::string_view axis : AxesOf(unit.replicas)) differ.push_back(axis);
+  }
   for (const Param& param : params) {
     if (param.unit != unit.id) continue;
     for (const Cut& cut : param.cuts) differ.push_back(cut.axis);

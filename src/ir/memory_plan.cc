@@ -210,7 +210,7 @@ class Planner {
         const int32_t block = BlockOf(v, program_.RootOf(id));
         if (block >= 0) kept.push_back(block);
       });
-      if (const int64_t bytes = options_.receive_buffers ? ReceiveBytes(program_, op) : 0; bytes > 0) {
+      if (const int64_t bytes = ReceiveBytes(program_, op, options_.receive_buffers); bytes > 0) {
         v.receive[i] = NewBlock({PlannedBlock::What::kReceive, kNone, op.id, bytes});
         int32_t last = -1;
         for (ValueId id : op.results) {
@@ -393,12 +393,20 @@ static bool LieInARow(const Op& op, const char* attribute, const Type& type) {
   return true;
 }
 
-int64_t ReceiveBytes(const Program& program, const Op& op) {
+int64_t ReceiveBytes(const Program& program, const Op& op, bool own) {
   const Exchange exchange = IsStart(op) ? TraitsOf(op).exchange : Exchange::kNone;
+  if (!own) {
+    int64_t sum = 0;
+    for (size_t i = 0; i < op.units.size() && op.kind == OpKind::kReduceStart; ++i) {
+      const Unit& unit = program.units[op.units[i]];
+      if (unit.parted()) sum += ArenaBytes(unit.shard * DTypeBytes(program.value(op.results[i]).type.dtype));
+    }
+    return sum;
+  }
   if (exchange == Exchange::kNone || exchange == Exchange::kBroadcast || exchange == Exchange::kPointToPoint) return 0;
-  const std::string_view axes = AxisOf(program, op);
+  const auto [axes, replicas] = RanksOf(program, op);
   int64_t others = program.AxisSize(axes) - 1;
-  const int64_t copies = op.kind == OpKind::kReduceStart ? program.AxisSize(program.units[op.units[0]].replicas) : 1;
+  const int64_t copies = program.AxisSize(replicas);
   // In rows and columns: the row's parts for this column, their sums, and what the column adds to them; the sums of
   // replicas come into memory of their own, behind what is added up within the shard axes (transport/collectives.h).
   const int64_t row = exchange == Exchange::kReduce && copies < 2 ? RowOf(program.mesh, axes) : 0;

@@ -81,7 +81,8 @@ struct MemoryPlan {
 struct MemoryPlanOptions {
   // workspace[p][i]: bytes that op i of program.phases[p] takes inside. May be shorter.
   std::vector<std::vector<int64_t>> workspace;
-  // Reductions receive into the arena: what the other ranks send, each piece at a multiple of kArenaAlignment (CPUs).
+  // Transfers are those of our own transport, whose reductions receive into the arena what the other ranks send, each
+  // piece at a multiple of kArenaAlignment (CPUs); else those of process groups.
   bool receive_buffers = true;
   // By value id, may be shorter: roots that get no place, because somebody else makes their memory.
   std::vector<bool> left_out;
@@ -90,8 +91,8 @@ struct MemoryPlanOptions {
 
 // Bytes that a transfer takes beside its operands and results: what is received to be added up, or to be put together
 // piece by piece, and what is packed to be sent. 0 for what comes straight into a result, for other ops and on an axis
-// of one rank.
-int64_t ReceiveBytes(const Program& program, const Op& op);
+// of one rank. Of process groups (not `own`): the row's sums, of which each replica gets a part.
+int64_t ReceiveBytes(const Program& program, const Op& op, bool own = true);
 
 // Error: a symbolic size; values handed from phase to phase in a way that no few variants cover.
 Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& options = {});

@@ -223,10 +223,21 @@ size_t FlatOperands(const Op& op) {
 
 std::string_view AxisOf(const Program& program, const Op& op) {
   const OpFamily family = TraitsOf(op).family;
-  if (family == OpFamily::kUnit) return op.units.empty() ? std::string_view() : program.units[op.units[0]].axis;
+  if (family == OpFamily::kUnit) {
+    if (op.units.empty()) return {};
+    const Unit& unit = program.units[op.units[0]];
+    return op.Attr(kParts) != nullptr ? unit.replicas : unit.axis;
+  }
   if (family != OpFamily::kCollective && family != OpFamily::kPeer) return {};
   const Arg* axis = op.Attr("axis");
   return axis != nullptr && axis->kind == Arg::Kind::kWord ? std::string_view(axis->text) : std::string_view();
+}
+
+TransferRanks RanksOf(const Program& program, const Op& op) {
+  if (op.kind != OpKind::kReduceStart || op.units.empty()) return {std::string(AxisOf(program, op)), ""};
+  const Unit& unit = program.units[op.units[0]];
+  if (unit.parted()) return {program.DataAxes(unit), ""};
+  return {unit.axis, program.AxisSize(unit.replicas) > 1 ? unit.replicas : ""};
 }
 
 int64_t ChannelOf(const Op& op) {

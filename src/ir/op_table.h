@@ -39,8 +39,16 @@ OpKind UpdateOf(std::string_view optimizer);
 // Of an update: how many of its first operands are flat shards (weights, gradient, states); what follows is the
 // coefficient.
 size_t FlatOperands(const Op& op);
+// Of a gather: of the parts of a shard, which the replicas have, to the shard.
+inline constexpr std::string_view kParts = "parts";
 // The mesh axes that a transfer goes along: of its units or of its attribute; empty for others.
 std::string_view AxisOf(const Program& program, const Op& op);
+// The axes that a transfer's parts lie along, and those of replicas that all-reduce theirs after it, if there are any:
+// of a reduction onto shards {"dp", "replica"}, and {"replica,dp", ""} where each replica ends with a part.
+struct TransferRanks {
+  std::string axes, replicas;
+};
+TransferRanks RanksOf(const Program& program, const Op& op);
 // Of a send or a receive: messages of one channel between two ranks come in the order they were sent in.
 inline constexpr std::string_view kChannel = "channel";
 inline constexpr int64_t kMostChannels = 64;

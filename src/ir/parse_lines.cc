@@ -291,6 +291,9 @@ Status TextParser::UnitLine() {
   INTERLACE_ASSIGN(unit.numel, Int(0, kMax, "numel"));
   INTERLACE_TRY(WantWord("shard"));
   INTERLACE_ASSIGN(unit.shard, Int(0, kMax, "shard"));
+  if (EatWord("part")) {
+    INTERLACE_ASSIGN(unit.part, Int(1, kMax, "part"));
+  }
   program_.units.push_back(std::move(unit));
   return EndLine();
 }

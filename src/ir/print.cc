@@ -260,7 +260,9 @@ class Printer {
       result_.unit_line.push_back(line_);
       Put("unit u", unit.id, ' ', unit.axis);
       if (!unit.replicas.empty()) Put(" replicas ", unit.replicas);
-      Line(' ', DTypeName(unit.dtype), " numel ", unit.numel, " shard ", unit.shard);
+      Put(' ', DTypeName(unit.dtype), " numel ", unit.numel, " shard ", unit.shard);
+      if (unit.part > 0) Put(" part ", unit.part);
+      Line();
     }
   }
 

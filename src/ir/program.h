@@ -171,9 +171,13 @@ struct Unit {
   int64_t numel = 0;     // padded, of the full buffer
   int64_t shard = 0;     // numel / ranks along `axis`
   std::string replicas;  // axes whose ranks have the same shard and add up their gradients; empty: none
+  int64_t part = 0;      // of the shard, whose gradient and optimizer states are here, another on each replica; 0: all
+
+  int64_t own() const { return part > 0 ? part : shard; }
+  bool parted() const { return own() < shard; }
 };
 inline bool SameAxes(const Unit& a, const Unit& b) {
-  return a.axis == b.axis && a.replicas == b.replicas;
+  return a.axis == b.axis && a.replicas == b.replicas && a.parted() == b.parted();
 }
 // What a phase runs for: each micro-batch, whose inputs it sees, or a step.
 enum class PhaseKind : uint8_t { kMicroBatch, kStep };
@@ -361,9 +365,9 @@ class Program {
   // Ranks that add up their gradients of a unit, and so what a sum is divided by for the mean.
   int64_t DataRanks(const Unit& unit) const { return AxisSize(unit.axis) * AxisSize(unit.replicas); }
   // The axes, in the mesh's order, along which ranks that run this program hold different elements of a unit's
-  // parameters: those that cut them, and with `shard` those that the unit is sharded over. Axes of one rank are left
-  // out.
-  std::vector<std::string_view> AxesOfElements(const Unit& unit, bool shard) const;
+  // parameters, of which each has so many: those that cut them, those that the unit is sharded over where that is not
+  // all, and its replicas where it is a part of the shard. Axes of one rank are left out.
+  std::vector<std::string_view> AxesOfElements(const Unit& unit, std::optional<int64_t> elements) const;
   const std::string* Meta(std::string_view key) const;
   void SetMeta(std::string_view key, std::string text);
   Phase* FindPhase(std::string_view name);

@@ -225,6 +225,12 @@ class Whole {
         report_.AtUnit(unit.id, Joined("numel of u", unit.id, " must be shard times the size of ", unit.axis, ", ",
                                        unit.shard, " * ", axis, ", not ", unit.numel));
       }
+      const int64_t copies = program_.AxisSize(unit.replicas);
+      if (unit.part != 0 && (unit.part % kUnitAlignment != 0 || unit.part != unit.shard / copies ||
+                             unit.part * copies != unit.shard || copies < 2)) {
+        report_.AtUnit(unit.id, Joined("the part of u", unit.id, " must be its shard over the replicas, ", unit.shard,
+                                       " / ", copies, ", in multiples of ", kUnitAlignment, ", not ", unit.part));
+      }
     }
     std::map<UnitId, std::vector<const Param*>> layout;
     for (const Param& param : program_.params) {
@@ -235,7 +241,7 @@ class Whole {
       if (state.unit == kNone) continue;
       const Unit& unit = program_.units[state.unit];
       auto count = NumericElements(program_.value(state.value).type);
-      if (count && *count != unit.shard && *count != unit.numel) {
+      if (count && *count != unit.shard && *count != unit.numel && *count != unit.own()) {
         report_.AtValue(state.value, Joined("a state of u", unit.id, " has ", unit.shard, " (its shard) or ",
                                             unit.numel, " elements, not ", *count));
       }

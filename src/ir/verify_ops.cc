@@ -230,7 +230,7 @@ class Meaning : OpChecks {
   // Of an operand of norm.partial.
   std::vector<std::string_view> ElementAxes(const Op& op, size_t i) const {
     const Unit& unit = program_.units[op.units[i]];
-    return program_.AxesOfElements(unit, NumericElements(TypeOf(op.args[i].value)) != unit.numel);
+    return program_.AxesOfElements(unit, NumericElements(TypeOf(op.args[i].value)));
   }
 
   void NormPartial(const Op& op) {
@@ -283,12 +283,10 @@ class Meaning : OpChecks {
     if (op.units.size() != 1) return report_.AtOp(op, op.name + " needs units=[u] with one unit");
     const Unit& unit = program_.units[op.units[0]];
     auto flat = NumericElements(TypeOf(op.args[0].value));
-    int64_t count = flat && *flat == unit.numel ? unit.numel : unit.shard;
-    for (size_t i = 0; i < 2 + states; ++i) {
-      Elements(
-          op, op.args[i].value, count,
-          count == unit.shard ? "the shard of u" + std::to_string(unit.id) : "numel of u" + std::to_string(unit.id));
-    }
+    const bool whole = flat && *flat == unit.numel;
+    const char* of = whole ? "numel of u" : unit.parted() ? "the part of u" : "the shard of u";
+    for (size_t i = 0; i < 2 + states; ++i)
+      Elements(op, op.args[i].value, whole ? unit.numel : unit.own(), of + std::to_string(unit.id));
     if (op.args.size() == 3 + states && !IsType(op.args.back().value, DType::kF64, 3)) {
       report_.AtOp(op, "the last operand of " + op.name + " is the f64[3] of norm.coef", op.args.back().value);
     }

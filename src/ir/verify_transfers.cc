@@ -56,17 +56,19 @@ class Transfers : OpChecks {
         return Report("the units of one " + op_.name + " must share their axes");
     }
     const bool gathers = op_.kind == OpKind::kGatherStart;
+    const bool parts = op_.Attr(kParts) != nullptr;
+    if (parts && (!gathers || !first.parted() || op_.Attr(kParts)->kind != Arg::Kind::kBool))
+      return Report("parts=true is for gathers of units that have a part");
     for (size_t i = 0; i < op_.args.size(); ++i) {
       const Unit& unit = program_.units[op_.units[i]];
-      const ValueId shard = gathers ? op_.args[i].value : op_.results[i];
-      const ValueId full = gathers ? op_.results[i] : op_.args[i].value;
+      const ValueId small = gathers ? op_.args[i].value : op_.results[i];
+      const ValueId large = gathers ? op_.results[i] : op_.args[i].value;
       const std::string name = "u" + Text(unit.id);
-      Elements(op_, op_.args[i].value, gathers ? unit.shard : unit.numel,
-               gathers ? "the shard of " + name : "numel of " + name);
-      Elements(op_, op_.results[i], gathers ? unit.numel : unit.shard,
-               gathers ? "numel of " + name : "the shard of " + name);
-      if (gathers && TypeOf(shard).dtype != TypeOf(full).dtype)
-        Report("gather.start keeps the dtype of its operand", full);
+      const bool part = unit.parted() && (parts || !gathers);
+      Elements(op_, small, part ? unit.part : unit.shard, (part ? "the part of " : "the shard of ") + name);
+      Elements(op_, large, parts ? unit.shard : unit.numel, (parts ? "the shard of " : "numel of ") + name);
+      if (gathers && TypeOf(small).dtype != TypeOf(large).dtype)
+        Report("gather.start keeps the dtype of its operand", large);
     }
   }
 

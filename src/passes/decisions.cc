@@ -24,8 +24,11 @@ std::vector<PassCall> CallsOf(const CapturedDecisions& decisions) {
 std::vector<PassCall> CallsOf(const Decisions& decisions) {
   std::vector<PassCall> calls = decisions.heuristic;
   if (decisions.schedule) calls = {MakeCall("schedule", OptionsOf(*decisions.schedule))};
-  if (decisions.next_step > 0)
-    calls.push_back(MakeCall("reposition_update", {{"share", std::to_string(decisions.next_step)}}));
+  if (decisions.next_step > 0) {
+    PassOptions options{{"share", std::to_string(decisions.next_step)}};
+    if (decisions.ahead != 1) options.Set("ahead", std::to_string(decisions.ahead));
+    calls.push_back(MakeCall("reposition_update", std::move(options)));
+  }
   if (decisions.overlap_update || decisions.offload) calls.push_back(MakeCall("overlap_update"));
   if (decisions.offload) calls.push_back(*decisions.offload);
   return calls;
@@ -36,10 +39,11 @@ std::string NameOf(const std::string& origin, const Decisions& decisions) {
   const CapturedDecisions& captured = decisions.captured;
   std::string name = origin;
   if (decisions.next_step > 0) {
-    const char* share = decisions.next_step == 0.25    ? "a quarter"
-                        : decisions.next_step == 0.125 ? "an eighth"
-                                                       : "three eighths";
-    name += std::string(", ") + share + " of the updates in the next step";
+    const char* share = decisions.next_step == 1       ? "the"
+                        : decisions.next_step == 0.25  ? "a quarter of the"
+                        : decisions.next_step == 0.125 ? "an eighth of the"
+                                                       : "three eighths of the";
+    name += std::string(", ") + share + " updates in the next step";
   }
   if (decisions.offload) name += ", offload";
   if (captured.parts > 1) name += ", " + std::to_string(captured.parts) + " parts of a micro-batch side by side";

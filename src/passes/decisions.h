@@ -34,6 +34,7 @@ struct Decisions {
   std::vector<PassCall> heuristic;  // without a schedule: the passes that move transfers; none: the plain program
   bool overlap_update = false;
   double next_step = 0;             // share of the parameters whose updates are left to the next step
+  int64_t ahead = 1;                // and by how many first uses they come before they are needed there
   std::optional<PassCall> offload;  // how storages leave memory; updates overlap then
   friend bool operator==(const Decisions&, const Decisions&) = default;
 };

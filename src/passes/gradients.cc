@@ -136,7 +136,7 @@ class Placer {
     auto insert = [&](OpId op) {
       gradient.owner != kNone || outside ? edit_.Before(gradient.landed, op) : edit_.After(gradient.landed, op);
     };
-    gradient.state = program_.AddState(unit.id, "grad", FlatType(unit.dtype, whole_ ? unit.numel : unit.shard), false);
+    gradient.state = program_.AddState(unit.id, "grad", FlatType(unit.dtype, whole_ ? unit.numel : unit.own()), false);
     gradient.flat = gradient.state;
     bool padded = !(program_.NumElements(program_.value(param.value).type) == Dim(unit.numel));
     if (!options_.Alone()) {
@@ -273,7 +273,7 @@ class Placer {
     Op& op = AddLike(program_, edit_.op(gradient.done), OpKind::kReduceStart, {gradient.flat});
     op.units = {unit.id};
     ValueId part = gradient.dtype == unit.dtype ? PlacePart(op, gradient)
-                                                : program_.AddResult(op, FlatType(gradient.dtype, unit.shard));
+                                                : program_.AddResult(op, FlatType(gradient.dtype, unit.own()));
     here(op.id);
     return {&gradient, part};
   }
@@ -282,7 +282,7 @@ class Placer {
   ValueId PlacePart(Op& op, const Gradient& gradient) {
     const Unit& unit = UnitOf(gradient);
     Dim own = whole_ ? program_.dims.Mul(Dim(unit.shard), program_.AxisRank(options_.axis)) : Dim(0);
-    return program_.AddPlaced(op, FlatType(unit.dtype, unit.shard), gradient.state, own);
+    return program_.AddPlaced(op, FlatType(unit.dtype, unit.own()), gradient.state, own);
   }
 
   // Waits at op `now`; the buffer goes at once or after its last use, and a narrow part is widened into the state.

@@ -137,7 +137,10 @@ std::span<const PassInfo> PassTable() {
           {Count("micro_batches", "2", 1, "that run side by side")}),
       Row("shard", Shard, Takes::kCaptured, Pending::kRefused,
           "ZeRO-3: parameters live in shards, are gathered before and released after each stretch of uses",
-          {kAxis, kRanks, kReplicas, kWait, Count("ahead", "1", 0, "gathers in flight ahead of the one waited for")}),
+          {kAxis, kRanks, kReplicas, kWait, Count("ahead", "1", 0, "gathers in flight ahead of the one waited for"),
+           Choice("states", {"shard", "all", "auto"},
+                  "what replicas have of gradients and optimizer states: those of their shard, a part each, or auto: a "
+                  "part each unless an optimizer needs more, or gradients travel narrower than parameters")}),
       Row("replicate", Replicate, Takes::kCaptured, Pending::kRefused,
           "data parallel: parameters and optimizer states are whole on every rank", {kAxis, kRanks, kReplicas, kWait}),
       Row("zero1", Zero1, Takes::kCaptured, Pending::kRefused,
@@ -236,7 +239,8 @@ std::span<const PassInfo> PassTable() {
                "also decide when gradients are reduced: after each micro-batch, as the program says, or once a step"),
            Choice("offload", {"none", "auto", "host"},
                   "storages may leave memory where nothing else fits; host: and steps be made there"),
-           Choice("reposition", {"none", "auto"}, "with offload: some updates may be left to the next step"),
+           Choice("reposition", {"none", "auto"},
+                  "updates may be left to the next step: some with offload, or those of parts that replicas gather"),
            Choice("transient", {"false", "true"},
                   "pass transient_gradients runs behind: memory is judged as it makes it"),
            Count("evaluations", "0", 0, "simulations at most; 0: by the size of the program"),
@@ -257,14 +261,22 @@ namespace {
 
 std::string_view Form(OptionKind kind) {
   switch (kind) {
-    case OptionKind::kCount: return "N";
-    case OptionKind::kPositiveOrNone: return "X|none";
-    case OptionKind::kChoice: break;  // its choices are listed
-    case OptionKind::kName: return "NAME";
-    case OptionKind::kAxes: return "AXIS+AXIS";
-    case OptionKind::kText: return "TEXT";
-    case OptionKind::kBytes: return "BYTES|none";
-    case OptionKind::kNumber: return "X";
+    case OptionKind::kCount:
+      return "N";
+    case OptionKind::kPositiveOrNone:
+      return "X|none";
+    case OptionKind::kChoice:
+      break;  // its choices are listed
+    case OptionKind::kName:
+      return "NAME";
+    case OptionKind::kAxes:
+      return "AXIS+AXIS";
+    case OptionKind::kText:
+      return "TEXT";
+    case OptionKind::kBytes:
+      return "BYTES|none";
+    case OptionKind::kNumber:
+      return "X";
   }
   return "";
 }

@@ -19,10 +19,8 @@ Result<PhaseMemory> MemoryOf(const Program& program, const Phase& phase, CostMod
     INTERLACE_ASSIGN(OpCost cost, model.Cost(program.op(phase.ops[i])));
     out.at[i] = out.Before(i) + cost.transient_bytes;
   }
-  if (model.cluster().cpu) {
-    const std::vector<std::vector<int64_t>> receive = ReceiveBytesAtOps(program, {&phase});
-    for (int32_t i = 0; i < count && !receive.empty(); ++i) out.at[i] += receive[0][i];
-  }
+  const std::vector<std::vector<int64_t>> receive = ReceiveBytesAtOps(program, {&phase}, model.cluster().cpu);
+  for (int32_t i = 0; i < count && !receive.empty(); ++i) out.at[i] += receive[0][i];
   for (const StorageLife& life : out.liveness.storages) {
     if (life.first >= 0) out.at[life.first] += life.bytes;
   }

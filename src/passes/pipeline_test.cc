@@ -25,7 +25,8 @@ TEST(Pipeline, ErrorsSayWhatToWrite) {
   EXPECT_EQ(Message("shrad(ranks=2)"), "unknown pass 'shrad', did you mean 'shard'?");
   EXPECT_EQ(Message("frobnicate"), "unknown pass 'frobnicate'; interlace-opt --list-passes shows all");
   EXPECT_EQ(Message("shard(rank=2)"),
-            "pass 'shard': unknown option 'rank', did you mean 'ranks'? (options: axis, ranks, replicas, wait, ahead)");
+            "pass 'shard': unknown option 'rank', did you mean 'ranks'? (options: axis, ranks, replicas, wait, ahead, "
+            "states)");
   EXPECT_EQ(Message("canonicalize(fast=true)"), "pass 'canonicalize': unknown option 'fast' (options: none)");
   EXPECT_EQ(Message("accumulate"),
             "pass 'accumulate': option 'steps' is required (micro-batches of a step), for example accumulate(steps=2)");

@@ -181,8 +181,12 @@ TEST_P(PassProperty, SameBitsOnAMeshOfSeveralAxes) {
       const std::string text = Pipeline(random, sharding, within);
       const size_t at = text.find("(ranks=");
       const std::string before = std::string("mesh(axes=") + mesh.axes + ")," + text.substr(0, at);
-      CheckPipeline(test, *expected,
-                    before + "(axis=" + mesh.axis + ",replicas=" + mesh.replicas + ",ranks=" + text.substr(at + 7));
+      const std::string states = sharding != std::string("shard") ? ""
+                                 : random() % 3 == 0              ? ",states=shard"
+                                                                  : ",states=auto";
+      CheckPipeline(
+          test, *expected,
+          before + "(axis=" + mesh.axis + ",replicas=" + mesh.replicas + states + ",ranks=" + text.substr(at + 7));
       if (HasFailure()) return;
       // And over all ranks, which add up in the same order.
       const size_t end = text.find_first_of(",)", at + 7);

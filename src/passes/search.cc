@@ -4,6 +4,7 @@
 #include <limits>
 #include <map>
 #include <unordered_set>
+#include <utility>
 
 #include "passes/passes.h"
 #include "passes/runner.h"
@@ -37,6 +38,7 @@ class Searcher {
     INTERLACE_TRY(Refine());
     INTERLACE_TRY(Shrink());
     INTERLACE_TRY(HeuristicsWithin(costs_.limit, true));
+    if (options_.reposition) INTERLACE_TRY(PartsInTheNextStep());
     if (options_.offload && costs_.limit < kNoLimit) INTERLACE_TRY(OffloadWithin(costs_.limit));
     result_.evaluations = trials_.count();
     result_.seconds = trials_.Elapsed();
@@ -150,14 +152,19 @@ class Searcher {
 
   // Memory to refine within: evenly chosen points of the front, the smallest and the fastest among them.
   std::vector<int64_t> Rungs() {
-    const std::vector<Candidate> front = FrontOf(trials_.all());
-    constexpr size_t kRungs = 8;
     std::vector<int64_t> rungs;
-    for (size_t i = 0; i < kRungs; ++i) {
-      const int64_t bytes = front[(front.size() - 1) * i / (kRungs - 1)].bytes;
-      if (rungs.empty() || rungs.back() != bytes) rungs.push_back(bytes);
+    for (const Candidate& c : Spread(FrontOf(trials_.all()), 8)) {
+      if (rungs.empty() || rungs.back() != c.bytes) rungs.push_back(c.bytes);
     }
     return rungs;
+  }
+
+  // So many of them at most, the first and the last among them.
+  static std::vector<Candidate> Spread(const std::vector<Candidate>& of, size_t count) {
+    std::vector<Candidate> out;
+    for (size_t i = 0; i < std::min(count, of.size()); ++i)
+      out.push_back(of[of.size() <= count ? i : (of.size() - 1) * i / (count - 1)]);
+    return out;
   }
 
   Status Climb(int64_t limit, int64_t budget) {
@@ -217,15 +224,11 @@ class Searcher {
       if (c.bytes <= limit) break;
     }
     over.erase(over.begin(), over.begin() + static_cast<ptrdiff_t>(first));
-    constexpr size_t kTried = 6;
-    size_t last = over.size();
     const Candidate* best = nullptr;
-    for (size_t i = 0; i < std::min(kTried, over.size()); ++i) {
-      const size_t at = over.size() <= kTried ? i : (over.size() - 1) * i / (kTried - 1);
-      if (at == last) continue;
-      last = at;
-      INTERLACE_ASSIGN(const Trials::Outcome out, Offloaded(over[at], 0, limit, best));
-      if (i > 0) continue;
+    bool smallest = true;
+    for (const Candidate& of : Spread(over, 6)) {
+      INTERLACE_ASSIGN(const Trials::Outcome out, Offloaded(of, 0, limit, best));
+      if (!std::exchange(smallest, false)) continue;
       result_.refused = out.refused;
       if (out.candidate != nullptr) result_.heuristics.push_back(*out.candidate);
     }
@@ -238,7 +241,7 @@ class Searcher {
   // `best` becomes the fastest of those that fit, if one is faster.
   Result<Trials::Outcome> Offloaded(const Candidate& of, double next_step, int64_t limit, const Candidate*& best) {
     Decisions decisions = of.decisions;
-    decisions.next_step = next_step;
+    decisions.next_step = std::max(next_step, decisions.next_step);
     constexpr int kTimes = 4;
     Trials::Outcome last;
     int64_t within = limit;
@@ -258,6 +261,24 @@ class Searcher {
       within = std::min(within - (c->bytes - limit), last.live_bytes - 1);
     }
     return last;
+  }
+
+  // Parts of shards that replicas gather after the optimizer step have nothing to hide behind there; in the next step's
+  // forward part they have, the more the earlier they begin, which takes no memory: they come to where the shard lies.
+  // Of evenly chosen points of the front.
+  Status PartsInTheNextStep() {
+    if (std::none_of(base_.units.begin(), base_.units.end(), [](const Unit& unit) { return unit.parted(); }))
+      return Ok{};
+    for (const Candidate& of : Spread(FrontOf(trials_.all()), 4)) {
+      for (const int64_t ahead : {4, 32, 256}) {
+        Decisions decisions = of.decisions;
+        decisions.next_step = 1;
+        decisions.ahead = ahead;
+        decisions.overlap_update = false;
+        INTERLACE_TRY(trials_.TryPasses(of.origin, std::move(decisions)));
+      }
+    }
+    return Ok{};
   }
 
   // Copies come back in the backward part, where the optimizer steps are. Of the best of those that were offloaded,

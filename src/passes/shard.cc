@@ -11,8 +11,16 @@
 // Runs on a captured program, before accumulate and update. Sources: ZeRO (Rajbhandari et al.), DeepCompile
 // section 4.1.
 //
-// Options: axis (dp), ranks, wait=next|now, ahead (1): so many gathers start before the one that is waited for.
-// Error: the program has units, a parameter has symbolic sizes or gaps, or is changed in place.
+// With replicas=, ranks along other axes have the same shards (hybrid sharding). states=all cuts gradients and
+// optimizer states over these too, as ZeRO++'s hierarchical partitioning (Wang et al., 2023) does: a gradient is
+// reduce-scattered on, each replica makes the step of its part, and the parts are gathered after it, which may wait for
+// the next step (reposition_update):
+//   %r: f32[part] into %grad+0 = reduce.start(%g)          update(%shard+part*rank_replica, %grad, ...)
+//                                                          gather.start(its part) into %shard {parts=true}
+//
+// Options: axis (dp), ranks, replicas (none), states=shard|all|auto, wait=next|now, ahead (1): so many gathers start
+// before the one that is waited for. Error: the program has units, a parameter has symbolic sizes or gaps, or is
+// changed in place; states=all where it cannot be.
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -187,12 +195,46 @@ class Gathers {
   std::vector<std::pair<int32_t, OpId>> copies_;
 };
 
+// Why replicas cannot have parts of a shard, or should not; empty: they can.
+std::string WhyNoParts(const Program& program, const ShardingOptions& sharding) {
+  if (sharding.ranks < 2 || sharding.copies < 2) return "there is one rank along axis or replicas";
+  const std::string axes = sharding.replicas + "," + sharding.axis;
+  const std::vector<std::string_view> names = AxesOf(axes);
+  const auto same = [](const Axis& axis, std::string_view name) { return axis.name == name; };
+  if (std::search(program.mesh.begin(), program.mesh.end(), names.begin(), names.end(), same) == program.mesh.end() ||
+      RowOf(program.mesh, axes) != sharding.ranks)
+    return "axis does not come right behind replicas in the mesh";
+  for (const Group& group : program.groups) {
+    if (group.orthogonal || group.factored) return "an optimizer needs whole matrices";
+  }
+  for (const Param& param : program.params) {
+    if (!param.shared.empty()) return "stages share '" + param.name + "'";
+  }
+  return "";
+}
+
+// A sum that is sent on is narrower than the parameters that would be gathered.
+bool NarrowSums(const Program& program) {
+  const auto dtype = [&](const Arg& arg) { return program.value(arg.value).type.dtype; };
+  return std::any_of(program.phases.begin(), program.phases.end(), [&](const Phase& phase) {
+    return std::any_of(phase.ops.begin(), phase.ops.end(), [&](OpId id) {
+      const Op& op = program.op(id);
+      return op.kind == OpKind::kGrad && DTypeBytes(dtype(op.args[1])) < DTypeBytes(dtype(op.args[0]));
+    });
+  });
+}
+
 }  // namespace
 
 Result<bool> Shard(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(program, options));
   INTERLACE_ASSIGN(int64_t ahead, options.Int("ahead", 1, 0));
+  INTERLACE_ASSIGN(const std::string states, options.Choice("states", {"shard", "all", "auto"}));
   INTERLACE_TRY(CheckShardable(program, sharding));
+  const std::string why_not = states == "shard" ? "" : WhyNoParts(program, sharding);
+  if (states == "all" && !why_not.empty())
+    return MakeError("option states: not every replica can have a part of a shard's states: ", why_not);
+  sharding.parts = states == "all" || (states == "auto" && why_not.empty() && !NarrowSums(program));
   ForEachPhaseOfUnits(program, sharding, /*resident=*/false, [&](PhaseEditor& edit, const PhaseFacts& facts) {
     if (sharding.ranks > 1) Gathers(program, edit, ahead).Run();
     PlaceGradients(program, edit, facts, sharding, /*whole=*/false);

@@ -151,6 +151,7 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
     int64_t count = *Elements(type);
     // Not less than one block, so that a unit of an empty parameter is no special case anywhere.
     int64_t shard = std::max(RoundUp((count + options.ranks - 1) / options.ranks, kUnitAlignment), kUnitAlignment);
+    if (options.parts) shard = RoundUp(shard, kUnitAlignment * options.copies);
     if (!param.shared.empty() && finest > 1)  // stages of unlike ranks exchange pieces of it
       shard = std::max(RoundUp(count, kUnitAlignment * finest), kUnitAlignment * finest) / options.ranks;
     Unit unit{static_cast<UnitId>(program.units.size()),
@@ -158,7 +159,8 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
               type.dtype,
               shard * options.ranks,
               shard,
-              options.replicas};
+              options.replicas,
+              options.parts ? shard / options.copies : 0};
     param.unit = unit.id;
     param.unit_offset = 0;
     ValueId state = program.AddState(unit.id, resident ? "full" : "shard",

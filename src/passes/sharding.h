@@ -34,6 +34,7 @@ struct ShardingOptions {
   int64_t ranks = 1;        // along it
   std::string replicas;     // axes of ranks that hold the same shards and add up their gradients; empty: none
   int64_t copies = 1;       // ranks along them
+  bool parts = false;       // gradients and optimizer states are parts of the shard, another on each of them
   // Nobody to add up gradients with: they are placed straight into the states.
   bool Alone() const { return ranks * copies == 1; }
   bool wait_next = true;  // wait for a reduce when a later one needs its place (gradients.cc), else at once

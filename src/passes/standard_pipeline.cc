@@ -16,7 +16,8 @@ std::string Decimal(double number) {
   return text.find_first_of(".en") == std::string::npos ? text + ".0" : text;
 }
 
-// "shard(axis=dp,ranks=2)", or on a mesh of several axes, which is declared before: "shard(axis=dp,replicas=replica)".
+// "shard(axis=dp,ranks=2)", or on a mesh of several axes, which is declared before: "shard(axis=dp,replicas=replica,
+// states=auto)", whose optimizer states all data ranks share, too.
 // What zero1 shards is used once a step, so all data ranks share it: "zero1(axis=replica+dp)".
 Result<std::string> Strategy(const StandardOptions& options) {
   std::string replicas, data;
@@ -37,7 +38,8 @@ Result<std::string> Strategy(const StandardOptions& options) {
     return MakeError("the mesh has no axis ", options.shard_axis, " to ", options.strategy, " over");
   if (options.strategy == "zero1" && count > 1 && last - first + 1 == count) return "zero1(axis=" + data + ")";
   return options.strategy + "(axis=" + options.shard_axis +
-         (replicas.empty() ? ",ranks=" + std::to_string(shards->second) : ",replicas=" + replicas) + ")";
+         (replicas.empty() ? ",ranks=" + std::to_string(shards->second) : ",replicas=" + replicas) +
+         (options.strategy == "shard" && !replicas.empty() ? ",states=auto)" : ")");
 }
 
 // Ranks along an axis that is there to `what`; 1 for none.

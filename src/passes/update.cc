@@ -11,9 +11,9 @@
 //           }
 // A program with the buffer "interlace.loss_scale" has gradients that are so many times too large: norm.coef takes it
 // too. scale = 1 / (ranks * micro-batches) makes the mean of the summed gradients. After zero1 each rank updates its
-// own part of u0.full and the parts are gathered in place. Groups whose step needs whole parameters have rounds of
-// their own behind the others (update_matrices.h, update_factors.h). Runs after accumulate; a program without open
-// symbols is scheduled then.
+// own part of u0.full and the parts are gathered in place, as are those of a shard whose replicas have a part each.
+// Groups whose step needs whole parameters have rounds of their own behind the others (update_matrices.h,
+// update_factors.h). Runs after accumulate; a program without open symbols is scheduled then.
 //
 // Options: clip=X|none (none), norm=auto|always (auto: only when clipping), momentum=true|false (true: sgd gets a
 // buffer). Error: no units, an update phase already, a trainable parameter without a group, a unit with two kinds of
@@ -45,7 +45,7 @@ struct Target {
   std::string_view optimizer;
   ValueId weights = kNone;  // shard or full
   ValueId grad = kNone;
-  bool own_part = false;             // the weights are whole, the gradient is a shard
+  bool own_part = false;             // of the weights the gradient has a part: of whole ones, or of a parted shard
   std::vector<const Param*> params;  // with a gradient, by offset
   std::vector<int64_t> shared;       // stages that have the unit too; empty: none
 };
@@ -244,8 +244,8 @@ class Builder : UpdateOps {
     for (const Target& target : targets_) {
       if (!target.shared.empty() && target.shared[0] != program_.stage->index) continue;
       const Unit& unit = program_.units[target.unit];
-      const bool shard = !(program_.value(target.grad).type.sizes[0] == Dim(unit.numel));
-      const std::vector<std::string_view> axes = program_.AxesOfElements(unit, shard);
+      const int64_t elements = program_.value(target.grad).type.sizes[0].value;
+      const std::vector<std::string_view> axes = program_.AxesOfElements(unit, elements);
       auto set = std::find_if(sets.begin(), sets.end(), [&](const auto& entry) { return entry.first == axes; });
       if (set == sets.end()) set = sets.insert(sets.end(), {axes, {}});
       set->second.push_back(&target);
@@ -289,16 +289,17 @@ class Builder : UpdateOps {
   ValueId OwnWeights(const Target& target) {
     if (!target.own_part) return target.weights;
     const Unit& unit = program_.units[target.unit];
-    const Dim own = program_.dims.Mul(Dim(unit.shard), program_.AxisRank(unit.axis));
-    return View(target.weights, FlatType(unit.dtype, unit.shard), own);
+    const Dim own = program_.dims.Mul(Dim(unit.own()), program_.AxisRank(unit.parted() ? unit.replicas : unit.axis));
+    return View(target.weights, FlatType(unit.dtype, unit.own()), own);
   }
 
-  // Brings the parts that other ranks have updated, where the weights are whole.
+  // Brings the parts that other ranks have updated: where the weights are whole, or, of a shard, its replicas'.
   void Gather(const Target& target, ValueId own) {
     if (!target.own_part) return;
     if (gathering_ != kNone) Add(OpKind::kGatherWait).args = {Arg::Of(gathering_)};
     Op& gather = Add(OpKind::kGatherStart);
     gather.units = {target.unit};
+    if (program_.units[target.unit].parted()) gather.SetAttr(kParts, Arg::Bool(true));
     gather.args = {Arg::Of(own)};
     gathering_ = program_.AddPlaced(gather, program_.value(target.weights).type, target.weights, Dim(0));
   }

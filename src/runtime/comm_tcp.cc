@@ -90,7 +90,9 @@ class TcpComm final : public Comm {
   Result<Ticket> StartGridReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, const RankGrid& grid,
                                  std::string label) override {
     INTERLACE_TRY(Check(CommKind::kReduce, flats, shards, label, &grid));
-    const int64_t receive = Collectives::GridReceiveBytes(grid, EachOf(shards, NumbersOf));
+    const std::vector<TypedSpan> spans = EachOf(shards, NumbersOf);
+    const int64_t receive =
+        grid.nested ? Collectives::GridScatterBytes(grid, spans) : Collectives::GridReceiveBytes(grid, spans);
     return Reduce(std::move(flats), std::move(shards), grid, receive, std::move(label));
   }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
@@ -166,7 +168,7 @@ class TcpComm final : public Comm {
                const std::string& label, const RankGrid* grid = nullptr) const {
     if (auto failure = mesh_->failure()) return *failure;
     AxisSpec row = spec_;
-    if (grid != nullptr) {
+    if (grid != nullptr && !grid->nested) {
       row.size = static_cast<int64_t>(grid->within.size());
       row.rank = std::find(grid->within.begin(), grid->within.end(), spec_.rank) - grid->within.begin();
     }

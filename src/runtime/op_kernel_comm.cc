@@ -38,6 +38,7 @@ struct StartKernel final : KernelData {
   // Of a reduction with replicas: on the grid of all its ranks, or (no grid) `comm` along the row and then `column`.
   RankGrid grid;
   Comm* column = nullptr;
+  int64_t rows = 1;  // along the column, each of which ends with a part of the row's sum; 1: with all of it
   std::shared_ptr<LaneStreams> lanes;
   std::vector<Item> items;
   std::string label;
@@ -81,12 +82,19 @@ struct StartKernel final : KernelData {
       frame.slots[item.result] = results.back();
     }
     if (collective == Collective::kReduce) OfferReceiveBuffer();
+    int64_t used = 0;
+    for (size_t i = 0; i < results.size() && rows > 1; ++i) {
+      const int64_t numbers = results[i].numel() * rows, bytes = numbers * results[i].element_size();
+      results[i] = receive_buffer.defined() ? receive_buffer.narrow(0, used, bytes).view(results[i].scalar_type())
+                                            : at::empty({numbers}, results[i].options());
+      used += ArenaBytes(bytes);
+    }
     Result<Ticket> ticket = collective == Collective::kGather ? comm->StartGather(sources, std::move(results), label)
-                            : grid.within.empty()             ? comm->StartReduce(sources, std::move(results), label)
+                            : grid.within.empty()             ? comm->StartReduce(sources, results, label)
                                                   : comm->StartGridReduce(sources, std::move(results), grid, label);
     if (column != nullptr) {
       if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
-      return ReduceAlongColumn(frame, *ticket, sources);
+      return ReduceAlongColumn(frame, *ticket, sources, results);
     }
     const int32_t index = Record(frame, comm, std::move(ticket));
     for (const Item& item : items) frame.transfer_of[item.result] = index;
@@ -94,13 +102,17 @@ struct StartKernel final : KernelData {
 
   // On a device neither this thread nor the compute stream waits for the row, but a stream of the lane, behind which
   // the column begins. The row's sources are then still read: they stay until the column has been waited for.
-  void ReduceAlongColumn(Frame& frame, Ticket row, const std::vector<at::Tensor>& sources) {
+  void ReduceAlongColumn(Frame& frame, Ticket row, const std::vector<at::Tensor>& sources,
+                         const std::vector<at::Tensor>& sums) {
     std::optional<OnStream> aside;
     if (lanes != nullptr) aside.emplace(*lanes, Lane::kReduce);
     ThrowIfError(comm->Wait(row));
-    for (const Item& item : items) {
-      frame.transfer_of[item.result] = Record(frame, column, column->StartAllReduce(frame.slots[item.result], label));
-      frame.transfers.back().landed = [sources] {};
+    for (size_t i = 0; i < items.size(); ++i) {
+      const at::Tensor& result = frame.slots[items[i].result];
+      frame.transfer_of[items[i].result] =
+          Record(frame, column,
+                 rows > 1 ? column->StartReduce({sums[i]}, {result}, label) : column->StartAllReduce(result, label));
+      frame.transfers.back().landed = [sources, sums] {};
     }
   }
 };
@@ -144,7 +156,7 @@ Status JoinReplicas(const BuildContext& context, const Op& op, const Unit& unit,
     }
     const int64_t rank = grid->second->spec().rank;
     kernel.comm = grid->second;
-    kernel.grid = {Along(group, unit.axis, rank), Along(group, unit.replicas, rank)};
+    kernel.grid = {Along(group, unit.axis, rank), Along(group, unit.replicas, rank), unit.parted()};
     return Ok{};
   }
   const auto column = context.comms.find(unit.replicas);
@@ -156,6 +168,7 @@ Status JoinReplicas(const BuildContext& context, const Op& op, const Unit& unit,
     return Ok{};
   }
   kernel.column = column->second;
+  kernel.rows = unit.parted() ? context.program.AxisSize(unit.replicas) : 1;
   kernel.lanes = context.lanes;
   return Ok{};
 }
@@ -181,7 +194,7 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
     if (op.units.empty() || op.units.size() != operands.size())
       return OpError(context, op, op.name + " needs units=[...], one per operand");
     const Unit& first = context.program.units[op.units[0]];
-    axis = first.axis;
+    axis = AxisOf(context.program, op);
     for (UnitId unit : op.units) {
       if (!SameAxes(context.program.units[unit], first))
         return OpError(context, op, "units of one collective must share their axes");
@@ -215,7 +228,8 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
     item.placed = context.has_place(result.id);
     if (item.placed) item.target = TargetOf(context, result.id);
     const Geometry& from = context.geometry[operands[i]];
-    const int64_t factor = kernel->collective == Collective::kAllReduce ? 1 : size;
+    const int64_t factor =
+        kernel->collective == Collective::kAllReduce ? 1 : context.program.AxisSize(RanksOf(context.program, op).axes);
     const bool gather = kernel->collective == Collective::kGather;
     if ((gather ? item.geometry->elements : from.elements) !=
             factor * (gather ? from.elements : item.geometry->elements) ||

@@ -122,7 +122,8 @@ struct UpdateKernel final : KernelData {
       for (size_t i = 0; i < operands.size(); ++i) x[i] = Operand(frame, range, i);
       if (join) {
         AdamFlats& flats = joined->flats[{range.group, x[0].scalar_type()}];
-        for (const auto& [to, from] : {std::pair(&flats.w, 0), {&flats.g, 1}, {&flats.exp_avg, 2}, {&flats.exp_avg_sq, 3}})
+        for (const auto& [to, from] :
+             {std::pair(&flats.w, 0), {&flats.g, 1}, {&flats.exp_avg, 2}, {&flats.exp_avg_sq, 3}})
           to->push_back(x[static_cast<size_t>(from)]);
         continue;
       }
@@ -300,13 +301,16 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
   }
   int64_t base = 0;
   if (w.elements != unit.numel) {
-    if (w.elements != unit.shard) return OpError(context, op, "an update works on a unit's shard or its whole buffer");
-    int64_t index = 0;  // of this rank's shard
-    for (std::string_view axis : AxesOf(unit.axis)) {
-      const auto rank = context.ranks.find("rank_" + std::string(axis));
-      index = index * context.program.AxisSize(axis) + (rank == context.ranks.end() ? 0 : rank->second);
-    }
-    base = index * unit.shard;
+    if (w.elements != unit.own()) return OpError(context, op, "an update works on a unit's shard or its whole buffer");
+    const auto along = [&](std::string_view axes) {  // this rank's index
+      int64_t index = 0;
+      for (std::string_view axis : AxesOf(axes)) {
+        const auto rank = context.ranks.find("rank_" + std::string(axis));
+        index = index * context.program.AxisSize(axis) + (rank == context.ranks.end() ? 0 : rank->second);
+      }
+      return index;
+    };
+    base = along(unit.axis) * unit.shard + (unit.parted() ? along(unit.replicas) * unit.part : 0);
   }
   INTERLACE_ASSIGN(std::vector<UpdateKernel::Range> ranges, RangesOf(context, op, base, w.elements));
   kernel->ranges = std::make_shared<std::vector<UpdateKernel::Range>>(std::move(ranges));

@@ -83,7 +83,8 @@ int32_t Engine::PeerOf(int32_t r, const LoweredOp& op) const {
 }
 
 int Engine::LaneIndex(const LoweredOp& op) const {
-  const bool of_collectives = cluster_.cpu && op.group.size > 1 && !op.across && op.lane == Lane::kReduce;
+  if (op.across) return static_cast<int>(Lane::kReduce);
+  const bool of_collectives = cluster_.cpu && op.group.size > 1 && op.lane == Lane::kReduce;
   return static_cast<int>(of_collectives ? Lane::kGather : op.lane);
 }
 

@@ -13,12 +13,16 @@ namespace {
 
 // The ranks that an op's transfer joins: along its axis, and along those that its units are replicated on.
 AxisGroup TransferGroup(const Program& program, const Op& op) {
-  std::string axes(AxisOf(program, op));
+  auto [axes, replicas] = RanksOf(program, op);
   if (axes.empty() && program.mesh.size() == 1) axes = program.mesh[0].name;
-  if (op.kind == OpKind::kReduceStart && !program.units[op.units[0]].replicas.empty()) {
-    axes += "," + program.units[op.units[0]].replicas;
-  }
-  return program.GroupAlong(axes);
+  return program.GroupAlong(replicas.empty() ? axes : axes + "," + replicas);
+}
+
+// Between replicas, and on connections beside those of the shard axes.
+bool Across(const Program& program, const Op& op) {
+  if (TraitsOf(op).family != OpFamily::kUnit || op.units.empty()) return false;
+  const bool reduces = op.kind == OpKind::kReduceStart;
+  return (reduces || op.Attr(kParts) != nullptr) && program.AxisSize(program.units[op.units[0]].replicas) > 1;
 }
 
 // By index along the axis of a message: that of the other rank.
@@ -56,7 +60,7 @@ Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model
     out.kind = LoweredOp::Kind::kStart;
     if (cost.group_ranks > 1) {
       out.group = TransferGroup(program, op);
-      out.across = op.kind == OpKind::kReduceStart && program.AxisSize(program.units[op.units[0]].replicas) > 1;
+      out.across = Across(program, op);
     }
     if (TraitsOf(op).family == OpFamily::kPeer) {
       out.receives = op.kind == OpKind::kRecvStart;
@@ -142,7 +146,7 @@ Result<Lowered> Lower(const Program& program, CostModel& model, const KnownOps& 
   }
   if (out.run.empty()) return MakeError("the program has no phase that a step runs");
   out.cpu = model.cluster().cpu;
-  if (out.cpu) out.receive_bytes = ReceiveBytesAtOps(program, out.phases);
+  out.receive_bytes = ReceiveBytesAtOps(program, out.phases, out.cpu);
   return out;
 }
 

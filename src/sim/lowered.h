@@ -39,7 +39,7 @@ struct Lowered {
   std::vector<OpCost> costs;
   std::vector<std::vector<int32_t>> peers;  // by index along a message's axis: the index of the other rank
   bool cpu = false;                         // of the cluster
-  // By distinct phase and place: what reductions under way receive into while the op runs (cpu), or empty:
+  // By distinct phase and place: what reductions under way receive into while the op runs, or empty:
   // receive_buffers.h
   std::vector<std::vector<int64_t>> receive_bytes;
   int64_t ReceiveAt(size_t phase, size_t place) const {

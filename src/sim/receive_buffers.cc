@@ -6,9 +6,13 @@
 
 namespace interlace {
 
-std::vector<std::vector<int64_t>> ReceiveBytesAtOps(const Program& program, const std::vector<const Phase*>& phases) {
+std::vector<std::vector<int64_t>> ReceiveBytesAtOps(const Program& program, const std::vector<const Phase*>& phases,
+                                                    bool cpu) {
   if (std::all_of(program.mesh.begin(), program.mesh.end(), [](const Axis& axis) { return axis.size == 1; })) return {};
+  if (!cpu && std::none_of(program.units.begin(), program.units.end(), [](const Unit& u) { return u.parted(); }))
+    return {};
   MemoryPlanOptions options;
+  options.receive_buffers = cpu;
   options.pack = false;
   const Result<MemoryPlan> plan = PlanMemory(program, options);
   if (!plan.ok()) return {};  // sizes that do not fit are reported by whoever adds them up

@@ -135,10 +135,8 @@ Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, co
   const int self = group().index;
   auto open = std::make_unique<Open>();
   const bool columns = grid.across.size() > 1;
-  open->operation = {.label = std::move(label),
-                     .kind = kGather,
-                     .everyone = !columns,
-                     .rounds = std::vector<Round>(columns ? 2 : 1)};
+  open->operation = {
+      .label = std::move(label), .kind = kGather, .everyone = !columns, .rounds = std::vector<Round>(columns ? 2 : 1)};
   Round &along_column = open->operation.rounds.front(), &along_row = open->operation.rounds.back();
   if (shards.size() != fulls.size()) return Misfit(*open, "as many shards as full buffers are needed");
   for (size_t i = 0; i < shards.size(); ++i) {
@@ -167,19 +165,25 @@ Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, co
 void Collectives::ScatterOnGrid(const TypedSpan& flat, const TypedSpan& shard, const RankGrid& grid, char*& receive,
                                 std::vector<Round>& rounds) const {
   const int self = group().index;
-  const auto part = [&](int rank) { return Part(flat, rank * shard.elements, shard.elements); };
-  for (int peer : grid.within) {
-    if (peer == self) continue;
-    for (int below : grid.across) rounds[0].sends.push_back(PeerSpanOf(peer, part(peer + below - self)));
+  const size_t columns = grid.within.size(), rows = grid.across.size();
+  const auto part = [&](size_t column, size_t row) {
+    const size_t place = grid.nested ? column * rows + row : row * columns + column;
+    return Part(flat, static_cast<int64_t>(place) * shard.elements, shard.elements);
+  };
+  size_t own = 0;  // its column
+  for (size_t column = 0; column < columns; ++column) {
+    if (grid.within[column] == self) own = column;
+    for (size_t row = 0; row < rows && grid.within[column] != self; ++row)
+      rounds[0].sends.push_back(PeerSpanOf(grid.within[column], part(column, row)));
   }
-  for (int below : grid.across) {
+  for (size_t row = 0; row < rows; ++row) {
     TypedSpan sum = shard;
-    if (below != self) {
+    if (grid.across[row] != self) {
       sum.data = receive;
       receive += Padded(sum.bytes());
-      rounds[1].sends.push_back(PeerSpanOf(below, sum));
+      rounds[1].sends.push_back(PeerSpanOf(grid.across[row], sum));
     }
-    receive = AddUp(grid.within, self, part(below), sum, receive, rounds[0]);
+    receive = AddUp(grid.within, self, part(own, row), sum, receive, rounds[0]);
   }
   receive = AddUp(grid.across, self, shard, shard, receive, rounds[1]);
 }

@@ -52,6 +52,7 @@ struct TypedSpan {
 // This rank's row and column of a grid: places in the group, this rank's own among them, in rank order.
 struct RankGrid {
   std::vector<int> within, across;
+  bool nested = false;  // where all have shards of their own, those of a column lie side by side, not those of a row
 };
 
 class Collectives {
@@ -77,7 +78,8 @@ class Collectives {
   Result<Ticket> StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards, char* receive,
                              std::string label);
   // The same on a grid: flat i is [row * shard i], or [size * shard i] of a grid that has all ranks, each with a shard
-  // of its own. `receive`: memory of GridReceiveBytes(grid, shards) bytes, or of GridScatterBytes(grid, shards).
+  // of its own (grid.nested says where). `receive`: memory of GridReceiveBytes(grid, shards) bytes, or of
+  // GridScatterBytes(grid, shards).
   Result<Ticket> StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards,
                              const RankGrid& grid, char* receive, std::string label);
   // In place. `receive`: memory of AllReduceReceiveBytes(group size, value) bytes.

@@ -356,18 +356,22 @@ TEST(Collectives, AGridAddsUpItsRowsAndThenTheirSums) {
 }
 
 // Every rank of a grid has a shard: a reduce has the bits of rows that add up and then their sums, and a gather puts
-// all shards in rank order; between rows each rank sends its own column's part alone.
+// all shards in rank order; between rows each rank sends its own column's part alone. Reduced shards may lie column
+// after column instead.
 TEST(Collectives, AGridOfShardsSendsItsOwnColumnBetweenRows) {
   struct Shape {
     int rows, columns;
+    bool nested = false;
   };
-  for (const Shape shape : {Shape{2, 2}, Shape{3, 2}, Shape{2, 3}, Shape{2, 1}}) {
+  for (const Shape shape : {Shape{2, 2}, Shape{3, 2}, Shape{2, 3}, Shape{2, 1}, Shape{2, 2, true}, Shape{3, 2, true}}) {
     const int size = shape.rows * shape.columns;
     SCOPED_TRACE(std::to_string(shape.rows) + " x " + std::to_string(shape.columns));
     const auto meshes = MeshesOf("replica,dp", RanksTo(size));
     OnEachRank(size, [&](int rank) {
       Collectives group(meshes[rank], 30);
-      const RankGrid grid = GridOf(rank, shape.rows, shape.columns);
+      RankGrid grid = GridOf(rank, shape.rows, shape.columns);
+      grid.nested = shape.nested;
+      const int mine = shape.nested ? rank % shape.columns * shape.rows + rank / shape.columns : rank;
       std::vector<Ticket> tickets;
       std::vector<Bytes> flats, shards, receives, fulls, sums, all;
       for (int round = 0; round < 6; ++round) {
@@ -379,7 +383,7 @@ TEST(Collectives, AGridOfShardsSendsItsOwnColumnBetweenRows) {
         std::vector<Bytes> rows;
         for (int r = 0; r < shape.rows; ++r) {
           std::vector<Bytes> parts;
-          for (int c = 0; c < shape.columns; ++c) parts.push_back(Slice(of(r * shape.columns + c), rank, size));
+          for (int c = 0; c < shape.columns; ++c) parts.push_back(Slice(of(r * shape.columns + c), mine, size));
           rows.push_back(PlainSum(dtype, parts));
         }
         sums.push_back(PlainSum(dtype, rows));

@@ -96,10 +96,11 @@ ROWS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "vit zero1": ("vit", 2, {"strategy": "zero1"}),
     "llama stages": ("llama", 2, {"mesh": {"pp": 2, "dp": 1}, "accumulation": 4}),
     "llama tensor": ("llama", 2, {"mesh": {"dp": 1, "tp": 2}}),
+    "llama hybrid": ("llama", 4, {"mesh": {"replica": 2, "dp": 2}}),
 }
 
 
-SAMPLE = {"llama accumulation", "gpt2 dropout", "vit recompute", "llama shard", "llama stages", "llama tensor"}
+SAMPLE = {"llama accumulation", "gpt2 dropout", "vit recompute", "llama shard", "llama stages", "llama tensor", "llama hybrid"}
 
 
 def run(case: str, count: int, device: str, **settings: Any) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from test_trainer_bits import digest
 
 import interlace
 from interlace.config import ConfigError
+from interlace.config.schedule import default_schedule
 from interlace.dist.mesh import Mesh
 from interlace.dist.peers import PeerError
 
@@ -71,7 +72,7 @@ SCHEDULES = [
     ["bucket(modules=model.layers.*)", "reorder"],
     ["prefetch(prefetch=20KB,alpha=1)", "overlap_update"],
     ["unshard(units=all)", "reposition_update"],
-    ["search(evaluations=60)"],
+    ["search(evaluations=60,reposition=auto)"],
 ]
 
 
@@ -109,20 +110,28 @@ def test_memory_is_what_was_planned_to_the_byte(strategy: str) -> None:
         assert arena["top_bytes"] == arena["planned_bytes"]
 
 
-def _states() -> tuple[int, int]:
+def _states(strategy: str) -> tuple[int, int]:
     rank, _ = parity.rank_and_size()
     model = zoo.build("llama", torch.float32)
-    settings = interlace.Config(strategy="zero1", mesh=MESH, schedule=[], cache="off")
+    settings = interlace.Config(strategy=strategy, mesh=MESH, schedule=[], cache="off")
     with interlace.compile(
         model, parity.make_optimizer("adamw", model), zoo.CASES["llama"].loss, parity.batch_of("llama", 0, rank, 1), settings
     ) as trainer:
         program = interlace._core.Program.parse(trainer.program)
-        return sum(u["shard"] for u in program.units()), sum(u["numel"] for u in program.units())
+        moments = [s["shape"] for s in program.states() if s["role"] == "exp_avg"]
+        return sum(shape[0] for shape in moments), sum(u["numel"] for u in program.units())
 
 
-def test_zero1_shards_optimizer_states_over_all_ranks_of_the_mesh() -> None:
-    for shard, whole in ranks.run(_states, 4):
-        assert shard * 4 == whole
+@pytest.mark.parametrize("strategy", ["shard", "zero1"])
+def test_optimizer_states_lie_over_all_ranks_of_the_mesh(strategy: str) -> None:
+    for mine, whole in ranks.run(_states, 4, strategy):
+        assert mine * 4 == whole
+
+
+def test_the_default_search_may_gather_parts_in_the_next_step() -> None:
+    said = {mesh is not None: str(default_schedule(interlace.Config(mesh=mesh), 4)) for mesh in (MESH, None)}
+    assert "reposition=auto" in said[True] and "reposition" not in said[False]
+    assert "reposition" not in str(default_schedule(interlace.Config(mesh=MESH, strategy="zero1"), 4))
 
 
 # ---- checkpoints ----

@@ -5,7 +5,8 @@ A unit is a flat buffer of several parameters. A state of a unit is either whole
     unit u0 (numel 1024, 2 ranks)   | fc1.weight ........ | pad | fc1.bias | pad |
     state u0.exp_avg on rank 1                    [512, 1024)  ← the window
 
-so the part of a parameter that a rank holds is the overlap of its range with the rank's window. Averages over rows and columns of a
+so the part of a parameter that a rank holds is the overlap of its range with the rank's window. Where replicas have the same shard of a
+parameter, each may have a part of the shard's optimizer states only. Averages over rows and columns of a
 parameter (Adafactor) have units of their own, whose one "parameter" stands for the average: it has the parameter's name and another
 shape. Where the mesh cuts a parameter (cuts.py), that range is of the rank's part of it; all that comes in and goes out is of the whole.
 Of a pipeline a rank has the parameters of its stage; `everything` lists those of all stages.
@@ -74,6 +75,7 @@ class Unit:
     replicas: str  # whose ranks have the same shard, "" for none
     numel: int
     shard: int
+    part: int  # of the shard, with optimizer states here; less than the shard where each of the replicas has one
     parameters: tuple[Parameter, ...]  # by offset
 
 
@@ -104,7 +106,10 @@ class States:
                 by_unit[s["unit"]], average_of[s["unit"]] = [average], role
                 self._averages[of.name, role] = average
         self.units = [
-            Unit(u["id"], u["axis"], u["replicas"], u["numel"], u["shard"], tuple(sorted(by_unit.get(u["id"], []), key=lambda q: q.offset)))
+            Unit(
+                u["id"], u["axis"], u["replicas"], u["numel"], u["shard"], u["part"],
+                tuple(sorted(by_unit.get(u["id"], []), key=lambda q: q.offset)),
+            )
             for u in program.units()
         ]
         self._tensors: dict[tuple[int, str], Tensor] = {}
@@ -200,13 +205,15 @@ class States:
         t = self._tensors[unit.id, role]
         if (unit.id, role) in self._moving:
             t = self.executor.tensor(self._moving[unit.id, role])
-        return t, (self.mesh.index(unit.axis) * unit.shard if t.numel() < unit.numel else 0)
+        base = self.mesh.index(unit.axis) * unit.shard if t.numel() < unit.numel else 0
+        return t, base + (self.mesh.index(unit.replicas) * unit.part if t.numel() < unit.shard else 0)
 
     def written(self, unit: Unit, role: str) -> tuple[int, int]:
         """The elements of a unit's role that this rank writes into a checkpoint: its share of what it and others have."""
         t, base = self.local(unit, role)
         cuts = next((p.cuts.axes for p in unit.parameters), ())  # a unit's parameters are cut over the same axes
         apart = {*cuts, *(unit.axis.split(",") if t.numel() < unit.numel else ())}
+        apart |= {*unit.replicas.split(",")} if t.numel() < unit.shard else set()
         alike = ",".join(axis for axis in self.mesh.sizes if axis not in apart and axis != STAGES)
         if any(p.name in self._elsewhere for p in unit.parameters):
             return base, base
@@ -261,7 +268,11 @@ class States:
         t, _ = self.local(unit, role)
         if t.numel() == unit.numel:
             return t
-        return self.peers.groups.gather(t, self.mesh, unit.axis, everywhere)
+        groups, shard = self.peers.groups, t
+        if t.numel() < unit.shard:
+            shard = groups.gather(t, self.mesh, unit.replicas, everywhere)
+            groups.along(self.mesh, unit.axis)  # which all ranks make, whoever transfers
+        return None if shard is None else groups.gather(shard, self.mesh, unit.axis, everywhere)
 
     def _whole(self, p: Parameter, flat: Tensor | None, everywhere: bool) -> Tensor | None:
         """A parameter in its unit's buffer, with the parts of other ranks where it is cut; on rank 0 (or on all ranks), None elsewhere."""

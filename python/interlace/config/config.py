@@ -71,9 +71,10 @@ class Config:
                      also one for each stage, joined by +: "zero1+shard". "auto": shard, whose search keeps gathered what memory allows;
                      with axis pp zero1, unless memory is limited
     mesh             the ranks by axis, the last one fastest: {"replica": 2, "dp": 4} shards over dp, in groups of neighbours, and holds
-                     the same on the ranks of replica, which add up their gradients (hybrid sharding); {"dp": 2, "tp": 4}: four ranks work
-                     on one batch, each with a part of every product (tensor parallel); {"pp": 2, "dp": (2, 1)}: stages of
-                     two ranks and of one, whose micro-batches have twice the rows (tp may differ, too); None: all ranks on dp
+                     the same on the ranks of replica, which add up their gradients and have a part of the optimizer states each (hybrid
+                     sharding); {"dp": 2, "tp": 4}: four ranks work on one batch, each with a part of every product (tensor parallel);
+                     {"pp": 2, "dp": (2, 1)}: stages of two ranks and of one, whose micro-batches have twice the rows (tp may differ, too);
+                     None: all ranks on dp
     tensor           with axis tp: "auto" chooses how parameters are cut, "model" takes what the model says (Hugging Face's tp_plan), or
                      a file with a line "PARAMETER DIMENSION [blocks N]" for each, where * stands for the numbers in names
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence

@@ -42,10 +42,11 @@ def default_schedule(config: Config, ranks: int, device: str = "cpu") -> Schedul
     if ranks == config.accumulation == 1:  # as the last pass makes it (`Planner`)
         search += ",transient=true"
     tier = config.tier is not None or device != "cpu"
-    if limited and tier and not stages:  # what does not fit may leave memory
+    leaves = limited and tier and not stages  # what does not fit may leave memory
+    if leaves:
         search += ",offload=host" if config.tier == "host" else ",offload=auto"
-        if config.strategy == "shard" and ranks > 1:  # else the model's own parameters are whole, and looked at between steps
-            search += ",reposition=auto"
+    if config.strategy == "shard" and ranks > 1 and (leaves or "replica" in dict(config.mesh or ())):
+        search += ",reposition=auto"  # with other strategies the model's own parameters are whole, and looked at between steps
     if config.profile != "auto":
         return ((0, (search + ",profile={profile})",)),)
     start = (search + ")",) if limited else ()

@@ -269,6 +269,7 @@ Status Machine::Update(const Op& op) {
     }
     auto count = static_cast<int64_t>(flats[0].data.size());
     int64_t first = count == unit.numel ? 0 : Coordinate(rank, unit.axis) * unit.shard;
+    if (unit.parted() && count == unit.part) first += Coordinate(rank, unit.replicas) * unit.part;
     // States are stored after each range, rounded to their own dtypes.
     for (size_t r = 0; r + 2 < ranges->list.size(); r += 3) {
       int64_t begin = std::max<int64_t>(ranges->list[r].integer.value - first, 0);

@@ -85,7 +85,7 @@ Result<Machine::Bytes> Machine::Exchanged(const Op& op, size_t index, int64_t ra
   const DType dtype = program_.value(source).type.dtype;
   const bool of_units = TraitsOf(op).family == OpFamily::kUnit;
   const Unit* unit = of_units ? &program_.units[op.units[index]] : nullptr;
-  const std::string_view axis = of_units ? std::string_view(unit->axis) : AxisOf(program_, op);
+  const std::string_view axis = AxisOf(program_, op);
   const auto mine = static_cast<size_t>(Coordinate(rank, axis));
   const auto along = [&](ValueId id, std::string_view dim) {
     return AlongDim(Sizes(id), IntAttr(op, dim), DTypeBytes(dtype));
@@ -123,7 +123,11 @@ Result<Machine::Bytes> Machine::Exchanged(const Op& op, size_t index, int64_t ra
         INTERLACE_ASSIGN(Bytes sum, AddInRankOrder(rows, dtype));
         return Cut(sum, along(source, "dim"), mine, peers.size());
       };
-      return replicated ? sum_over(unit->replicas, within) : within(rank);
+      if (!replicated) return within(rank);
+      INTERLACE_ASSIGN(const Bytes sum, sum_over(unit->replicas, within));
+      if (!unit->parted()) return sum;
+      return Cut(sum, AlongDim({unit->shard}, 0, DTypeBytes(dtype)),
+                 static_cast<size_t>(Coordinate(rank, unit->replicas)), static_cast<size_t>(unit->shard / unit->part));
     }
     case Exchange::kAllReduce:
       return sum_over(axis, whole);

@@ -186,6 +186,7 @@ UnitId CopiedBuckets::UnitOf(std::vector<UnitId> members, DType dtype) {
   for (UnitId member : members) {
     unit.numel += program_.units[member].numel;
     unit.shard += program_.units[member].shard;
+    unit.part += program_.units[member].part;
   }
   program_.units.push_back(std::move(unit));
   return found->second;
@@ -208,6 +209,9 @@ Status CopiedBuckets::Rewrite(Phase& phase, const std::vector<OpId>& starts) {
             " is kept gathered across micro-batches and cannot be copied out of a bucket; run bucket(pack=copy) "
             "before unshard");
       }
+      if (op.kind == OpKind::kReduceStart && program_.units[unit].parted())
+        return MakeError("u", unit,
+                         " is reduced onto replicas, each of which gets a part; run shard(states=shard) before");
       call.units.push_back(unit);
       call.sources.push_back(op.args[k].value);
       call.results.push_back(op.results[k]);
