@@ -42,10 +42,10 @@ TEST(HostUpdate, WhatItCannotMove) {
 
 // Its phases run in several places of the step.
 TEST(HostUpdate, NothingMovesWhereAStageUsesItAgainAndAgain) {
-  const std::string stage =
-      RunText(GoldenInput("mlp.il"),
-              "canonicalize,mesh(axes=pp:2+dp:2),pipeline(stage=0,at=auto,cluster=h100-80gb-4),shard(axis=dp),"
-              "accumulate(steps=4,mode=reduce_last),update,order(schedule=1f1b)");
+  const std::string stage = RunText(
+      GoldenInput("mlp.il"),
+      "canonicalize,mesh(axes=pp:2+dp:2),pipeline(stage=0,at=auto,cluster=h100-80gb-4),shard(axis=dp),"
+      "accumulate(steps=4,mode=reduce_last),update,order(schedule=1f1b)");
   EXPECT_EQ(RunText(stage, "host_update"), stage);
   EXPECT_NE(RunText(stage, "host_update(units=u0)").find("is first or last used in a phase that repeats"),
             std::string::npos);

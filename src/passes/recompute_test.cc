@@ -242,9 +242,8 @@ TEST(Recompute, ADrawRunsAgainWithItsKey) {
                                        "  %5: f32[4,8] = aten.mul.Tensor(%3, %2) {bwd m1}\n"
                                        "  grad(%0, %5) {bwd m1}\n"),
                             "recompute");
-  EXPECT_NE(
-      out.find("  %5: f32[4,8] = aten.bernoulli.p(%2, 0.5) {bwd m1 rng=7}\n  %6: f32[4,8] = aten.mul.Tensor(%5, "),
-      std::string::npos)
+  EXPECT_NE(out.find("  %5: f32[4,8] = aten.bernoulli.p(%2, 0.5) {bwd m1 rng=7}\n  %6: f32[4,8] = aten.mul.Tensor(%5, "),
+            std::string::npos)
       << out;
 }
 
