@@ -268,7 +268,8 @@ class States:
         t, _ = self.local(unit, role)
         if t.numel() == unit.numel:
             return t
-        groups, shard = self.peers.groups, t
+        groups = self.peers.groups
+        shard: Tensor | None = t
         if t.numel() < unit.shard:
             shard = groups.gather(t, self.mesh, unit.replicas, everywhere)
             groups.along(self.mesh, unit.axis)  # which all ranks make, whoever transfers
