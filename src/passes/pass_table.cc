@@ -140,7 +140,7 @@ std::span<const PassInfo> PassTable() {
           {kAxis, kRanks, kReplicas, kWait, Count("ahead", "1", 0, "gathers in flight ahead of the one waited for"),
            Choice("states", {"shard", "all", "auto"},
                   "what replicas have of gradients and optimizer states: those of their shard, a part each, or auto: a "
-                  "part each unless an optimizer needs more, or gradients travel narrower than parameters")}),
+                  "part each unless an optimizer needs more")}),
       Row("replicate", Replicate, Takes::kCaptured, Pending::kRefused,
           "data parallel: parameters and optimizer states are whole on every rank", {kAxis, kRanks, kReplicas, kWait}),
       Row("zero1", Zero1, Takes::kCaptured, Pending::kRefused,

@@ -213,17 +213,6 @@ std::string WhyNoParts(const Program& program, const ShardingOptions& sharding) 
   return "";
 }
 
-// A sum that is sent on is narrower than the parameters that would be gathered.
-bool NarrowSums(const Program& program) {
-  const auto dtype = [&](const Arg& arg) { return program.value(arg.value).type.dtype; };
-  return std::any_of(program.phases.begin(), program.phases.end(), [&](const Phase& phase) {
-    return std::any_of(phase.ops.begin(), phase.ops.end(), [&](OpId id) {
-      const Op& op = program.op(id);
-      return op.kind == OpKind::kGrad && DTypeBytes(dtype(op.args[1])) < DTypeBytes(dtype(op.args[0]));
-    });
-  });
-}
-
 }  // namespace
 
 Result<bool> Shard(Program& program, const PassOptions& options) {
@@ -234,7 +223,7 @@ Result<bool> Shard(Program& program, const PassOptions& options) {
   const std::string why_not = states == "shard" ? "" : WhyNoParts(program, sharding);
   if (states == "all" && !why_not.empty())
     return MakeError("option states: not every replica can have a part of a shard's states: ", why_not);
-  sharding.parts = states == "all" || (states == "auto" && why_not.empty() && !NarrowSums(program));
+  sharding.parts = states == "all" || (states == "auto" && why_not.empty());
   ForEachPhaseOfUnits(program, sharding, /*resident=*/false, [&](PhaseEditor& edit, const PhaseFacts& facts) {
     if (sharding.ranks > 1) Gathers(program, edit, ahead).Run();
     PlaceGradients(program, edit, facts, sharding, /*whole=*/false);

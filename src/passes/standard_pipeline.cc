@@ -17,8 +17,9 @@ std::string Decimal(double number) {
 }
 
 // "shard(axis=dp,ranks=2)", or on a mesh of several axes, which is declared before: "shard(axis=dp,replicas=replica,
-// states=auto)", whose optimizer states all data ranks share, too.
-// What zero1 shards is used once a step, so all data ranks share it: "zero1(axis=replica+dp)".
+// states=auto)", whose optimizer states all data ranks share, too; not where gradients travel narrower than the
+// parameters that would be gathered then. What zero1 shards is used once a step, so all data ranks share it:
+// "zero1(axis=replica+dp)".
 Result<std::string> Strategy(const StandardOptions& options) {
   std::string replicas, data;
   const std::pair<std::string, int64_t>* shards = nullptr;
@@ -39,7 +40,7 @@ Result<std::string> Strategy(const StandardOptions& options) {
   if (options.strategy == "zero1" && count > 1 && last - first + 1 == count) return "zero1(axis=" + data + ")";
   return options.strategy + "(axis=" + options.shard_axis +
          (replicas.empty() ? ",ranks=" + std::to_string(shards->second) : ",replicas=" + replicas) +
-         (options.strategy == "shard" && !replicas.empty() ? ",states=auto)" : ")");
+         (options.strategy == "shard" && !replicas.empty() && options.reduce == "none" ? ",states=auto)" : ")");
 }
 
 // Ranks along an axis that is there to `what`; 1 for none.

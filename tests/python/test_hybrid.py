@@ -76,6 +76,28 @@ SCHEDULES = [
 ]
 
 
+def without_gradients(param_dtype: str | None) -> list[float]:
+    """A loss of training, and the same by an evaluation whose program has no gradients."""
+    rank, _ = parity.rank_and_size()
+    model, loss, batch = zoo.build("llama", torch.float32), zoo.CASES["llama"].loss, parity.batch_of("llama", 0, rank, 1)
+
+    def metric(model: torch.nn.Module, batch: Any) -> Any:
+        with torch.no_grad():
+            return loss(model, batch)
+
+    settings = interlace.Config(mesh=MESH, param_dtype=param_dtype, schedule=[], cache="off")
+    with interlace.compile(model, parity.make_optimizer("adamw", model), loss, batch, settings) as trainer:
+        evaluated = trainer.evaluate(batch, loss_fn=metric)["loss"].item()
+        return [trainer.step(batch).item(), evaluated]
+
+
+@pytest.mark.parametrize("param_dtype", [None, "bfloat16"])
+def test_evaluations_without_gradients_have_the_same_units(param_dtype: str | None) -> None:
+    for trained, evaluated in ranks.run(without_gradients, 4, param_dtype):
+        assert abs(trained - evaluated) < 1e-6
+
+
+
 def with_schedules(strategy: str, accumulation: int) -> list[str]:
     found = []
     for passes in [*SCHEDULES, SCHEDULES[0]]:

@@ -339,7 +339,8 @@ class Trace:
                 (self.unused if p.name in self.trained else self.idle).append(p.name)
                 if p.name not in self.trained:
                     continue
-                g = torch.zeros_like(p.fake)  # type: ignore[arg-type]
+                # Not zeros_like, for which the parameter would be gathered, and not in param_dtype.
+                g = torch.zeros(p.fake.shape, dtype=p.fake.dtype, device=p.fake.device)  # type: ignore[union-attr]
             for hook in (p.real._backward_hooks or {}).values():  # of register_hook: before averaging, as DDP
                 changed = hook(g)
                 g = g if changed is None else changed
