@@ -92,6 +92,51 @@ TEST(BreadthFirst, SameBitsAsTheTextbookStep) {
   EXPECT_GE(done, 36);
 }
 
+// The gradient of a position's embedding, of a batch of one row, is that of what the layer before gave as well: it is
+// read there after the next micro-batch's is known.
+constexpr std::string_view kPositions = R"(interlace 1 captured
+group 0 sgd
+param %0: f32[64] "w" trainable group 0
+param %1: f32[64] "positions" trainable group 0
+input %2: f32[64] "x"
+phase micro_batch takes () gives () {
+  %3: f32[64] = aten.mul.Tensor(%2, %0) {fwd}
+  %4: f32[64] = aten.add.Tensor(%3, %1) {fwd}
+  %5: f32[64] = aten.mul.Tensor(%4, %4) {fwd}
+  %6: f32[] = aten.sum(%5) {fwd}
+  output(%6) {fwd name="loss"}
+  %7: f32[64] = aten.mul.Scalar(%4, 2.0) {bwd}
+  grad(%1, %7) {bwd}
+  %8: f32[64] = aten.mul.Tensor(%7, %0) {bwd}
+  output(%8) {bwd name="dx"}
+  %9: f32[64] = aten.mul.Tensor(%7, %2) {bwd}
+  grad(%0, %9) {bwd}
+}
+)";
+
+TEST(BreadthFirst, AGradientThatIsReadOnIsAddedToBehindItsReaders) {
+  testing::InterpretOptions run;
+  run.steps = 2;
+  run.accumulation = 2;
+  run.accumulate_mode = "reduce_last";
+  const Result<Program> captured = Parse(std::string(kPositions), "test");
+  ASSERT_TRUE(captured.ok()) << ErrorOf(captured);
+  for (const int64_t ranks : {1, 2}) {
+    run.ranks = ranks;
+    const Result<testing::RunResult> expected = testing::Interpret(*captured, run);
+    ASSERT_TRUE(expected.ok()) << ErrorOf(expected);
+    for (const char* strategy : {"shard", "replicate", "zero1"}) {
+      Program program = captured->Clone();
+      ASSERT_EQ(ErrorOf(Apply(program, "breadth_first(micro_batches=2)," + std::string(strategy) + "(ranks=" +
+                                           std::to_string(ranks) + "),accumulate(steps=2,mode=reduce_last),update")),
+                "no error");
+      const Result<testing::RunResult> actual = testing::Interpret(program, run);
+      ASSERT_TRUE(actual.ok()) << ErrorOf(actual);
+      EXPECT_EQ(testing::FirstDifference(*expected, *actual), "") << Print(program);
+    }
+  }
+}
+
 TEST(BreadthFirst, SaysWhatItCannotDo) {
   const std::string two(kTwoLayers);
   EXPECT_EQ(RunText(two, "shard(ranks=2),breadth_first"),

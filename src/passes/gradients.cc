@@ -21,6 +21,7 @@ constexpr int64_t kUnderWayBytes = int64_t{8} << 20;
 struct MoreGradient {
   ValueId value = kNone;
   int32_t done = -1;     // it is complete after this op
+  int32_t added = -1;    // and added to the first after this one
   bool product = false;  // that op is a matrix product whose result nothing else reads
 };
 
@@ -93,14 +94,28 @@ class Placer {
         Gradient& sum = gradients_[first->second];
         const bool product = made_here && value == root && gradient.done == facts_.def[root] && uses[value] == 1 &&
                              !facts_.leaves[root] && IsProduct(edit_.op(gradient.done));
-        sum.more.push_back({value, gradient.done, product});
+        sum.more.push_back({value, gradient.done, gradient.done, product});
         sum.done = std::max(sum.done, gradient.done);
         continue;
       }
       first_of[gradient.param] = gradients_.size();
       gradients_.push_back(gradient);
     }
+    for (Gradient& sum : gradients_) AddBehindReaders(sum);
     StableSort(gradients_, [](const Gradient& a, const Gradient& b) { return a.done < b.done; });
+  }
+
+  // What else reads the first gradient where it lies (that of a position's embedding goes on to the layer before) must
+  // not find the sum there.
+  void AddBehindReaders(Gradient& sum) {
+    if (sum.owner == kNone) return;
+    for (MoreGradient& more : sum.more) {
+      for (int32_t use : facts_.uses[sum.owner]) {
+        if (edit_.op(use).kind != OpKind::kGrad) more.added = std::max(more.added, use);
+      }
+      more.product = more.product && more.added == more.done;
+      sum.done = std::max(sum.done, more.added);
+    }
   }
 
   // The op that defines the root can write into the flat buffer when nothing else decides where the root's storage is,
@@ -185,8 +200,8 @@ class Placer {
     add.args.insert(add.args.begin(), Arg::Of(part));
     add.writes = {part};
     program_.AddView(add, type, gradient.flat, Dim(param.unit_offset));
-    edit_.After(more.done, view.id);
-    edit_.After(more.done, add.id);
+    edit_.After(more.added, view.id);
+    edit_.After(more.added, add.id);
     if (product) edit_.Remove(more.done);
   }
 
