@@ -149,7 +149,15 @@ class Planner {
       bool soon = stage == 0 || op.kind == OpKind::kOutput || op.kind == OpKind::kCallPython;
       for (ValueId id : op.results) soon = soon || (id != kNone && needed[program_.RootOf(id)] != 0);
       for (ValueId id : WrittenOperands(program_, op)) soon = soon || needed[program_.RootOf(id)] != 0;
-      if (IsWait(op)) ForEachOperand(op, [&](ValueId id) { soon = soon || needed[program_.RootOf(id)] != 0; });
+      // A wait goes with its start, which comes after it here: where it comes soon, the wait does.
+      if (IsWait(op)) {
+        ForEachOperand(op, [&](ValueId id) {
+          const int32_t start = flow_.DefOf(program_.RootOf(id));
+          soon = soon || needed[program_.RootOf(id)] != 0;
+          if (start < flow_.first_backward()) return;
+          for (ValueId root : flow_.Needs(start)) soon = soon || elsewhere(root, stage);
+        });
+      }
       for (ValueId root : flow_.Needs(i)) soon = soon || elsewhere(root, stage);
       if (!soon) layout_.turn[i] = Turn::kWeights;
       for (ValueId root : flow_.Needs(i)) {
@@ -250,8 +258,8 @@ class Planner {
 };
 
 // Between two ranks what one stage sends to one other comes in the order it is sent in; the runs of other stages lie
-// between in any order. So these have a channel each: that of the sender's chunk, and more where the same stage sends to
-// several of a rank.
+// between in any order. So these have a channel each: that of the sender's chunk, and more where the same stage sends
+// to several of a rank.
 void FindChannels(Layout& layout) {
   for (const Message& m : layout.messages) {
     if (layout.RankOf(m.from.stage) != layout.RankOf(m.to.stage)) layout.channels[{m.from.stage, m.to.stage}] = 0;
