@@ -76,12 +76,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def ordered() -> Iterator[None]:
-    """On the software accelerator no test leaves out a wait."""
+@pytest.fixture(autouse=True, scope="session")
+def there() -> None:
+    """Before fixtures of whole modules, which compile as well."""
     import on_device
 
     on_device.install()
+
+
+@pytest.fixture(autouse=True)
+def ordered() -> Iterator[None]:
+    """On the software accelerator no test leaves out a wait."""
     if not SOFT:
         yield
         return

@@ -302,7 +302,8 @@ def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) 
         assert all(not s["moves"] for s in trainer._run.ir.states())
         assert trainer.stats()["tier_bytes_in"] > 0
         peaks = [ready.built.executor.stats()["peak_bytes"] for kept in trainer._evaluation._built.values() for ready in kept]
-        assert max(peaks) <= limit
+        beside = 0 if on_device.DEVICE == "cpu" else sum(x.nbytes for x in wide.values())  # a device's peak has its copy of the batch
+        assert max(peaks) <= limit + beside
         assert float(trainer.step(small_batch())) == second
         trainer.finish_save()
     with compiled([], tmp_path, memory_limit=limit) as again:

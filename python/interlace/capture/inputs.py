@@ -73,6 +73,8 @@ def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any
     new = [(key, rebuild(child, replacement, (*path, key))) for key, child in children]
     if type(batch) in (dict, list, tuple):
         return dict(new) if type(batch) is dict else type(batch)(v for _, v in new)
+    if isinstance(batch, torch.nn.utils.rnn.PackedSequence) and isinstance(new[1][1], torch.Tensor):
+        new[1] = 1, new[1][1].cpu()  # its lengths lie in the host's memory, wherever the rest does
     if _is_namedtuple(batch):
         return type(batch)(*(v for _, v in new))
     if dataclasses.is_dataclass(batch) and isinstance(batch, Mapping):  # it keeps its fields as items too
