@@ -257,7 +257,6 @@ def gradients_out(tier: str) -> tuple[list[list[tuple[float, float]]], set[str],
     return found, out, beside
 
 
-@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the peak is that of the CPU's program")
 def test_gradients_that_lie_out_of_memory(tmp_path: Path) -> None:
     """Full gradients, which a program that only evaluates does not have."""
     for (plain, moving), out, beside in ranks.run(gradients_out, 2, str(tmp_path)):
@@ -277,7 +276,6 @@ def on_stages(tier: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the tier of an accelerator is no file")
 def test_each_stage_of_a_pipeline_has_states_of_its_own_out(tmp_path: Path) -> None:
     for plain, moving in ranks.run(on_stages, 2, str(tmp_path)):
         assert moving == plain
