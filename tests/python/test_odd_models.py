@@ -330,14 +330,22 @@ def draws(self: Any, x: Tensor) -> Tensor:
     return self.head(F.rrelu(self.a(x), training=True) * torch.bernoulli(x.sigmoid()) + torch.normal(x, x.exp()))
 
 
+def literals(self: Any, x: Tensor) -> Tensor:
+    """On a device by its name."""
+    there: Any = {"device": on_device.DEVICE, "dtype": x.dtype}
+    with torch.device(on_device.DEVICE):
+        y = self.a(x) * torch.tensor(2.0) + torch.tensor(range(8), **there) + torch.as_tensor([0.5] * 8, **there)
+    return self.head(y * x.new_tensor([1.5] * 8, **there) * torch.asarray([0.5], **there))
+
+
 def draws_by_a_value(self: Any, x: Tensor) -> Tensor:
     y = F.dropout(self.a(x), 0.3)
     return self.head(y * torch.rand(8, dtype=x.dtype, device=x.device) if float(y.sum()) < 1e9 else y)
 
 
-@pytest.mark.parametrize("function", [draws, draws_by_a_value], ids=lambda f: f.__name__)
-def test_the_draws_of_eager_steps(function: Callable[[Any, Tensor], Tensor]) -> None:
-    losses, expected, opaque, far = train(function, rng="compat", fullgraph=function is draws, draws=5)
+@pytest.mark.parametrize("function", [draws, draws_by_a_value, literals], ids=lambda f: f.__name__)
+def test_what_is_made_on_the_device_and_its_draws(function: Callable[[Any, Tensor], Tensor]) -> None:
+    losses, expected, opaque, far = train(function, rng="compat", fullgraph=function is not draws_by_a_value, draws=5)
     assert opaque == (function is draws_by_a_value)
     assert losses == pytest.approx(expected, rel=1e-9)
     assert max(far) < 1e-8
