@@ -43,6 +43,7 @@ REAL = {
     "a peak without what the device's libraries take beside": "offload::test_a_limit_changes_no_bit_and_is_kept "
         "evaluate::test_a_memory_limit_holds_and_optimizer_states_stay_out "
         "evaluate::test_parameters_come_one_by_one_where_the_limit_asks_for_it "
+        "evaluate::test_gradients_that_lie_out_of_memory hybrid::test_memory_is_what_was_planned_to_the_byte "
         "reposition::test_a_flush_keeps_to_the_limit reposition::test_the_same_bits",
     "its model or its calls keep to the CPU": "containers::test_a_table_that_the_first_run_makes containers::test_a_table_on_every_rank "
         "usable::test_the_bare_model_is_right_or_says_what_is usable::test_a_loop_of_somebody_else_is_told",
@@ -76,12 +77,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def ordered() -> Iterator[None]:
-    """On the software accelerator no test leaves out a wait."""
+@pytest.fixture(autouse=True, scope="session")
+def there() -> None:
+    """Before fixtures of whole modules, which compile as well."""
     import on_device
 
     on_device.install()
+
+
+@pytest.fixture(autouse=True)
+def ordered() -> Iterator[None]:
+    """On the software accelerator no test leaves out a wait."""
     if not SOFT:
         yield
         return

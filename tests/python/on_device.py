@@ -26,6 +26,9 @@ def install() -> None:
     def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, torch.nn.Module):
             for module in model.modules():
+                recurrent = isinstance(module, torch.nn.RNNBase)  # has weak references to its weights, which its own Module.to lets go, too
+                if recurrent:
+                    module._flat_weight_refs = []
                 for t in (*module._parameters.values(), *module._buffers.values()):
                     if t is None or t.device.type != "cpu":
                         continue
@@ -36,6 +39,8 @@ def install() -> None:
                         t.data = there.data  # as Module.to does
                     else:
                         torch.utils.swap_tensors(t, there)  # the same object: optimizers and ties know it
+                if recurrent:
+                    module._init_flat_weights()
         return compile_there(model, *args, **kwargs)
 
     interlace.compile = compile

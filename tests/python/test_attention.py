@@ -188,6 +188,7 @@ def encoder_run(**settings: Any) -> tuple[list[float], str, int]:
     return losses, trainer.program, int(trainer.summary()["activation_peak_bytes"])
 
 
+@pytest.mark.host("attention with dropout as one operator is a kernel of the runtime's for CPUs")
 def test_a_layer_of_torch_with_dropout_keeps_no_scores() -> None:
     losses, text, peak = encoder_run()
     assert text.count("flash_attention_for_cpu(") == 1 and len(re.findall(r"flash_attention_for_cpu\w*\(.*rng=0\b", text)) == 2
@@ -199,6 +200,7 @@ def test_a_layer_of_torch_with_dropout_keeps_no_scores() -> None:
     assert "flash_attention" not in encoder_run(rng="compat")[1]
 
 
+@pytest.mark.host("the runtime's own kernel of attention is one for CPUs")
 def test_a_training_uses_it_unless_torch_is_asked_for() -> None:
     model, batch = llama(), tokens()
 

@@ -242,6 +242,41 @@ def test_a_region_of_the_device_that_a_tensor_says_it_has(around: bool) -> None:
         assert trainer.step(batch).item() == pytest.approx(expected, rel=1e-6)
 
 
+class Product(torch.autograd.Function):
+    """Its inputs come wide, whatever is narrow around it."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type=on_device.DEVICE, cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type=on_device.DEVICE)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        assert grad.dtype == torch.float32
+        return grad * y, grad * x
+
+
+def test_inputs_that_a_function_of_autograd_has_cast() -> None:
+    """A trace's tensors say that they are CPUs', and those of another device's model stayed narrow."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(8, 8).to(on_device.DEVICE), there({"x": torch.randn(8, 8)})
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.autocast(on_device.DEVICE, dtype=torch.bfloat16):
+            y = model(batch["x"])
+            found = Product.apply(y, y)
+        return {"loss": found.float().mean(), "found": found}
+
+    settings = interlace.Config(schedule=[], cache="off")
+    expected = loss_fn(model, batch)
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, settings) as trainer:
+        assert trainer.step(batch).item() == pytest.approx(expected["loss"].item(), rel=1e-6)
+        assert trainer.outputs["found"][0].dtype == expected["found"].dtype == torch.float32
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="earlier ones have overloads for named dimensions, too")
 def test_the_lists_are_torchs() -> None:
     """An operator that a later torch has a rule for, and the lists have not, would be cast as on CPUs."""

@@ -78,7 +78,7 @@ def test_a_container_of_another_length_is_no_state_of_a_program() -> None:
     with pytest.raises(CaptureError, match="'state' of the model is changed by the model while it runs"):
         interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch_of(0))
     assert len(model.state) == 2
-    as_eager(model, fullgraph=False)
+    as_eager(Growing(list), fullgraph=False)
 
 
 class Sharing(nn.Module):
@@ -116,9 +116,9 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table.shape[0] < len(x):
-            self.table = torch.arange(len(x), dtype=x.dtype)[:, None].cos()
+            self.table = torch.arange(len(x), dtype=x.dtype, device=x.device)[:, None].cos()
         self.seen += 1
-        return self.head(x * self.table[: len(x)]) * self.seen
+        return self.head(x * self.table[: len(x)]) * self.seen.to(x.device)
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

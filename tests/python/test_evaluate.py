@@ -257,7 +257,6 @@ def gradients_out(tier: str) -> tuple[list[list[tuple[float, float]]], set[str],
     return found, out, beside
 
 
-@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the peak is that of the CPU's program")
 def test_gradients_that_lie_out_of_memory(tmp_path: Path) -> None:
     """Full gradients, which a program that only evaluates does not have."""
     for (plain, moving), out, beside in ranks.run(gradients_out, 2, str(tmp_path)):
@@ -277,7 +276,6 @@ def on_stages(tier: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="the tier of an accelerator is no file")
 def test_each_stage_of_a_pipeline_has_states_of_its_own_out(tmp_path: Path) -> None:
     for plain, moving in ranks.run(on_stages, 2, str(tmp_path)):
         assert moving == plain
@@ -302,7 +300,8 @@ def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) 
         assert all(not s["moves"] for s in trainer._run.ir.states())
         assert trainer.stats()["tier_bytes_in"] > 0
         peaks = [ready.built.executor.stats()["peak_bytes"] for kept in trainer._evaluation._built.values() for ready in kept]
-        assert max(peaks) <= limit
+        beside = 0 if on_device.DEVICE == "cpu" else sum(x.nbytes for x in wide.values())  # a device's peak has its copy of the batch
+        assert max(peaks) <= limit + beside
         assert float(trainer.step(small_batch())) == second
         trainer.finish_save()
     with compiled([], tmp_path, memory_limit=limit) as again:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -234,3 +235,32 @@ def test_what_a_logger_remembers_is_no_change(caplog: pytest.LogCaptureFixture) 
 ])  # fmt: skip
 def test_what_counts_as_the_users_own_code(file: str, installed: bool) -> None:
     assert is_installed(file) == installed
+
+
+def example(seed: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(4, 8, generator=g).double(), "y": torch.randint(0, 3, (4,), generator=g)}
+
+
+loss = 0.0  # as scripts have it, beside models with an attribute of this name
+
+
+class Attribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 3).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return dataclasses.make_dataclass("Result", ["loss"])(nn.functional.cross_entropy(self.body(x), y))
+
+
+def test_a_global_with_an_attributes_name_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    global loss
+    model = Attribute()
+    with interlace.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(**b).loss, example(0), interlace.Config(schedule=[])
+    ) as trainer:
+        with caplog.at_level(logging.WARNING, "interlace"):
+            for step in range(3):
+                loss = float(trainer.step(example(step)))
+        assert "compiling again" not in caplog.text

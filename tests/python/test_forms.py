@@ -175,7 +175,7 @@ def test_texts_that_are_read_are_few(read: dict[str, list[Any]]) -> None:
     ) as trainer:
         for i in range(1, 7):  # one of them is here the second time
             given = {**batch, "file": str(i), name: values[i % 2]}
-            assert trainer.step(given) == pytest.approx(float(loss(expected, given)), rel=1e-6)
+            assert float(trainer.step(given)) == pytest.approx(float(loss(expected, given)), rel=1e-6)
         with pytest.raises(InterlaceError, match=rf"batch entry '{name}[.0]*' was the constant '.*' when compiled and is '.*' now"):
             for i in range(9):
                 trainer.step({**batch, "file": "2", name: [f"a {i}"] if name == "words" else f"a {i}"})

@@ -81,6 +81,7 @@ def test_a_swap_and_a_checkpoint(plain: Any, tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.host("what leaves an accelerator goes to its host's memory, whatever the folder")
 def test_a_folder_is_no_place_to_step(tmp_path: Path) -> None:
     with pytest.raises(
         InterlaceError, match=r"(?s)needs its states in host memory, and the tier is a folder; give tier=host"

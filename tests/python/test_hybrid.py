@@ -8,7 +8,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import on_device
 import parity
 import pytest
 import ranks
@@ -124,7 +123,6 @@ def _memory(strategy: str) -> dict[str, Any]:
         return trainer.stats()["arena"]
 
 
-@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="memory is planned on CPUs")
 @pytest.mark.parametrize("strategy", ["shard", "zero1"])
 def test_memory_is_what_was_planned_to_the_byte(strategy: str) -> None:
     for arena in ranks.run(_memory, 4, strategy):

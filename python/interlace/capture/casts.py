@@ -151,6 +151,7 @@ def regions_of(device: str) -> Iterator[None]:
         yield
         return
     make, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
+    cast = torch.amp.autocast_mode._cast  # of custom_fwd(cast_inputs=...), which asks a tensor for its device
     beside: list[torch.autocast] = []  # of the regions that are open now, from outside in
     forget: list[Callable[[], None]] = []
 
@@ -182,7 +183,8 @@ def regions_of(device: str) -> Iterator[None]:
         if torch.is_autocast_enabled(device) or torch.is_autocast_enabled("cpu"):
             as_on_device()
         try:
-            with patched(torch.autocast, __init__=made, __enter__=entered, __exit__=left):
+            inputs = {"_cast": lambda x, there, dtype: cast(x, "cpu" if there == device else there, dtype)}
+            with patched(torch.autocast, __init__=made, __enter__=entered, __exit__=left), patched(torch.amp.autocast_mode, **inputs):
                 yield
         finally:
             while beside:

@@ -21,10 +21,6 @@ from interlace.errors import CaptureError
 Path = tuple[Any, ...]  # keys and positions from the batch down to a leaf
 
 
-def _is_namedtuple(x: Any) -> bool:
-    return isinstance(x, tuple) and hasattr(x, "_fields")
-
-
 def path_name(path: Path) -> str:
     """ "input_ids", "0", "images.left": the name of an input."""
     return ".".join(str(p) for p in path) or "batch"
@@ -73,7 +69,9 @@ def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any
     new = [(key, rebuild(child, replacement, (*path, key))) for key, child in children]
     if type(batch) in (dict, list, tuple):
         return dict(new) if type(batch) is dict else type(batch)(v for _, v in new)
-    if _is_namedtuple(batch):
+    if isinstance(batch, torch.nn.utils.rnn.PackedSequence) and isinstance(new[1][1], torch.Tensor):
+        new[1] = 1, new[1][1].cpu()  # its lengths lie in the host's memory, wherever the rest does
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named one
         return type(batch)(*(v for _, v in new))
     if dataclasses.is_dataclass(batch) and isinstance(batch, Mapping):  # it keeps its fields as items too
         return dataclasses.replace(batch, **dict(new))

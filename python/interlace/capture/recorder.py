@@ -325,9 +325,9 @@ class Recorder(TorchDispatchMode):
             if func is not aten.lift_fresh.default and func is not aten.lift.default:
                 with torch.set_grad_enabled(torch.is_grad_enabled() and func is not aten.detach.default):
                     return self.lift(source)
-            result = func(source)
-            self.lift(source, result)
-            return result
+            with _disable_current_modes():  # a literal is made on the device that it names, and a trace's tensors lie on the CPU
+                source = source if source.is_meta else source.cpu()
+            return self.lift(source, func(source))
         value, result = self.value_of(source), func(source)
         if id(result) not in self._entries:
             self._entries[id(result)] = Entry(value, self._entries[id(source)].storage, result)

@@ -23,11 +23,12 @@ import torch
 
 _C: Any = None
 default_generators: tuple[Any, ...] = ()
+_copies: Any = None
 
 
 def autoload() -> None:
     """torch calls this at the end of its import."""
-    global _C, default_generators
+    global _C, default_generators, _copies
     if _C is not None:
         return
     torch.utils.rename_privateuse1_backend("soft")
@@ -36,6 +37,9 @@ def autoload() -> None:
     _C = importlib.import_module("soft_device._C")
     _C.init()
     default_generators = (_C.default_generator(),)
+    _copies = torch.library.Library("aten", "IMPL")  # a copy makes a conjugate what it says, which torch would do before by such a copy
+    for key in ("Conjugate", "Negative"):
+        _copies.impl("_copy_from", torch.library.fallthrough_kernel, key)
     torch._register_device_module("soft", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     c10d.Backend.register_backend("soft", _group, devices=["soft"])
