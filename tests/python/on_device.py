@@ -26,6 +26,9 @@ def install() -> None:
     def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, torch.nn.Module):
             for module in model.modules():
+                recurrent = isinstance(module, torch.nn.RNNBase)  # has weak references to its weights, which its own Module.to lets go, too
+                if recurrent:
+                    module._flat_weight_refs = []
                 for t in (*module._parameters.values(), *module._buffers.values()):
                     if t is None or t.device.type != "cpu":
                         continue
@@ -36,12 +39,31 @@ def install() -> None:
                         t.data = there.data  # as Module.to does
                     else:
                         torch.utils.swap_tensors(t, there)  # the same object: optimizers and ties know it
+                if recurrent:
+                    module._init_flat_weights()
         return compile_there(model, *args, **kwargs)
 
     interlace.compile = compile
     equal = torch.equal
     torch.equal = lambda a, b: equal(a, b) if a.device == b.device else equal(a.cpu(), b.cpu())
     torch.testing.assert_close = functools.partial(torch.testing.assert_close, check_device=False)
+
+
+def _moved(value: Any, device: str) -> Any:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, lambda t: t if t.device.type == device or t.is_meta else t.detach().to(device), value)
+
+
+def there(value: Any) -> Any:
+    """A batch, where what is compiled lies: for eager steps of such a model."""
+    return value if DEVICE == "cpu" else _moved(value, DEVICE)
+
+
+def home(value: Any) -> Any:
+    """What a rank gives back, on the CPU: no process can open another one's memory of a device."""
+    return value if DEVICE == "cpu" else _moved(value, "cpu")
 
 
 def executors(runtime: Any) -> Any:
