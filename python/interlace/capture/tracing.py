@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._higher_order_ops.cond import cond
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from interlace.capture.constants import Constants
 from interlace.capture.loss import LossForm
@@ -53,8 +53,17 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
         dtype = dtype or (torch.get_default_dtype() if fill_value.is_floating_point() else torch.int64)
         return fill_value.to(dtype).expand(size).clone().requires_grad_(requires_grad)
 
-    with patched(torch, tensor=made, full=filled), _tensors_as_indices(constants), math_of_numbers(constants), _dense_gradients():
+    with patched(torch, tensor=made, full=filled), _tensors_as_indices(constants), math_of_numbers(constants), _dense_gradients(), \
+            patched(torch._VF, **{name: _traced_states(getattr(torch._VF, name)) for name in _RECURRENT}):  # fmt: skip
         yield
+
+
+_RECURRENT = [kind + of for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu") for of in ("", "_cell")]
+
+
+def _traced_states(function: Any) -> Any:
+    """With what a loss function keeps on a device as values of the trace: recurrent layers compare devices before there is an operator."""
+    return lambda *args: function(*tree_map_only(torch.Tensor, lambda t: t if t.device.type == "cpu" else t.detach(), args))
 
 
 @contextlib.contextmanager
