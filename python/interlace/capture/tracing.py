@@ -26,6 +26,8 @@ from interlace.capture.patches import patched
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
 
+_RECURRENT = [kind + of for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu") for of in ("", "_cell")]
+
 
 @contextlib.contextmanager
 def tensors_in_lists(constants: Constants) -> Iterator[None]:
@@ -53,17 +55,12 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
         dtype = dtype or (torch.get_default_dtype() if fill_value.is_floating_point() else torch.int64)
         return fill_value.to(dtype).expand(size).clone().requires_grad_(requires_grad)
 
+    def traced(function: Any) -> Any:  # compares devices before there is an operator: also what a loss function keeps on one, as a value
+        return lambda *args: function(*tree_map_only(torch.Tensor, lambda t: t if t.device.type == "cpu" else t.detach(), args))
+
     with patched(torch, tensor=made, full=filled), _tensors_as_indices(constants), math_of_numbers(constants), _dense_gradients(), \
-            patched(torch._VF, **{name: _traced_states(getattr(torch._VF, name)) for name in _RECURRENT}):  # fmt: skip
+            patched(torch._VF, **{name: traced(getattr(torch._VF, name)) for name in _RECURRENT}):  # fmt: skip
         yield
-
-
-_RECURRENT = [kind + of for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu") for of in ("", "_cell")]
-
-
-def _traced_states(function: Any) -> Any:
-    """With what a loss function keeps on a device as values of the trace: recurrent layers compare devices before there is an operator."""
-    return lambda *args: function(*tree_map_only(torch.Tensor, lambda t: t if t.device.type == "cpu" else t.detach(), args))
 
 
 @contextlib.contextmanager
