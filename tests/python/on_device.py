@@ -49,6 +49,23 @@ def install() -> None:
     torch.testing.assert_close = functools.partial(torch.testing.assert_close, check_device=False)
 
 
+def _moved(value: Any, device: str) -> Any:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, lambda t: t if t.device.type == device or t.is_meta else t.detach().to(device), value)
+
+
+def there(value: Any) -> Any:
+    """A batch, where what is compiled lies: for eager steps of such a model."""
+    return value if DEVICE == "cpu" else _moved(value, DEVICE)
+
+
+def home(value: Any) -> Any:
+    """What a rank gives back, on the CPU: no process can open another one's memory of a device."""
+    return value if DEVICE == "cpu" else _moved(value, "cpu")
+
+
 def executors(runtime: Any) -> Any:
     """The runtime for tests that make executors: those for "cpu" are for DEVICE, take inputs from the host and give outputs there."""
     if DEVICE == "cpu":

@@ -97,7 +97,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
                 group = rendezvous
             torch.manual_seed(0)
             on_device.left_out()
-            value = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            value = on_device.home(getattr(importlib.import_module(module), name)(*args, **kwargs))
             if waits := on_device.left_out():
                 raise AssertionError("waits that were left out: " + "; ".join(waits))
             outcome = Outcome(value, None, "", time.monotonic() - begin)

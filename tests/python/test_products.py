@@ -97,6 +97,7 @@ def test_a_training_has_one_set_of_bits_and_torchs_where_they_are_asked_for() ->
     assert losses == pytest.approx(found[0][0], rel=1e-6)
 
 
+@pytest.mark.host("products that are not torch's are those of CPUs")
 def test_a_resume_with_other_kernels_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     large().save(tmp_path)
     large().load(tmp_path)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import on_device
 import pytest
 import torch
 from test_containers import as_eager
@@ -92,7 +93,7 @@ def test_ranks_that_gradients_decide_are_refused_with_a_way(caplog: pytest.LogCa
             with pytest.raises(interlace.InterlaceError, match=r"layers.py:\d+: update_and_allocate\(\) .* \(leave the call out\)"):
                 model[0].update_and_allocate(step)
     assert "compiling again" not in caplog.text
-    loss_of(model, batch_of(0)).backward()
+    loss_of(model, on_device.there(batch_of(0))).backward()
     model[0].update_and_allocate(2)
 
 
@@ -215,8 +216,8 @@ class Replaces(nn.Module):
         self.seen = torch.zeros(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.rates = 0.5 ** torch.arange(8).float()
-        self.seen = 0.5 * self.seen.to(x.dtype) + x.mean(0)
+        self.rates = 0.5 ** torch.arange(8, device=x.device).float()
+        self.seen = 0.5 * self.seen.to(x) + x.mean(0)
         return self.head(x * self.rates + self.seen)
 
 
@@ -268,7 +269,7 @@ def test_an_average_does_not_count_its_first_batch_twice(size: int) -> None:
     with pytest.raises(CaptureError, match="let it run once before"):
         as_eager(model)
     assert model.centre.shape == (size,)
-    model(batch_of(9)["x"])
+    model.cpu()(batch_of(9)["x"])
     as_eager(model)
 
 

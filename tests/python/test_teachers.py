@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
@@ -28,6 +29,11 @@ class Agent:
         self.student = nn.Sequential(nn.Linear(4, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 3)).double()
         self.teacher = copy.deepcopy(self.student).requires_grad_(not frozen)
         self.kept = {n: p.detach().clone() for n, p in self.student[3].named_parameters()}
+
+    def there(self) -> Agent:
+        self.student, self.teacher = self.student.to(on_device.DEVICE), self.teacher.to(on_device.DEVICE)
+        self.kept = on_device.there(self.kept)
+        return self
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         with torch.no_grad():
@@ -95,7 +101,7 @@ def plain(agent: Agent, change: Callable[[Agent, int], None], size: int) -> list
 def ours(change: Callable[[Agent, int], None], frozen: bool, **config: Any) -> tuple[list[float], list[float], int]:
     """Losses, those of plain steps, and how often the step was compiled again."""
     rank, size = parity.rank_and_size()
-    expected, agent = plain(Agent(frozen), change, size), Agent(frozen)
+    expected, agent = plain(Agent(frozen), change, size), Agent(frozen).there()
     optimizer = torch.optim.SGD(agent.student.parameters(), lr=0.05)
     settings = interlace.Config(timeout_s=60, schedule=[], cache="off", **config)
     with ranks.heard() as said, interlace.compile(agent.student, optimizer, agent.loss, batch_of(rank), settings) as trainer:
@@ -128,7 +134,7 @@ def test_the_teachers_statistics() -> None:
     """It is in training mode: what it counts is in its own buffers."""
     torch.manual_seed(0)
     model, teacher = nn.Linear(4, 3).double(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-    other = copy.deepcopy(teacher)
+    other, teacher = copy.deepcopy(teacher), teacher.to(on_device.DEVICE)
 
     def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.no_grad():
@@ -145,8 +151,8 @@ def test_the_teachers_statistics() -> None:
 
 def test_what_has_changed_since_the_last_step_counts_in_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model, beside = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
-    model.scale, model.shift, model.kind = 1.0, torch.zeros(3).double(), "plain"
+    model, beside = (nn.Linear(4, 3, dtype=torch.float64, device=on_device.DEVICE) for _ in range(2))
+    model.scale, model.shift, model.kind = 1.0, torch.zeros(3).to(beside.weight), "plain"
     factors = {"of": 1.0}
 
     def loss_fn(model: Any, batch: Tensor) -> Tensor:
@@ -159,14 +165,14 @@ def test_what_has_changed_since_the_last_step_counts_in_an_evaluation(caplog: py
 
     def replace() -> None:
         nonlocal beside
-        beside = nn.Linear(4, 3).double()
+        beside = nn.Linear(4, 3).to(beside.weight)
 
     changes: list[Callable[[], Any]] = [
-        lambda: None, lambda: setattr(model, "scale", 2.0), lambda: setattr(model, "shift", torch.ones(3).double()),
+        lambda: None, lambda: setattr(model, "scale", 2.0), lambda: setattr(model, "shift", torch.ones_like(model.shift)),
         lambda: model.shift.add_(1), lambda: setattr(model, "kind", "double"), model.eval, model.train,
         lambda: beside.weight.data.mul_(2), lambda: factors.update(of=3.0), replace, lambda: beside.weight.data.mul_(2),
     ]  # fmt: skip
-    batch = batch_of(0)
+    batch = on_device.there(batch_of(0))
     with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch) as trainer:
         trainer.step(batch)
         for change in changes:
@@ -245,6 +251,8 @@ def adversaries(compiled: bool, **config: Any) -> list[float]:
     torch.manual_seed(0)
     maker = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)).double()
     judge = nn.Sequential(nn.Linear(8, WIDE), nn.LeakyReLU(0.2), nn.Linear(WIDE, 1)).double()
+    if compiled:
+        maker, judge = maker.to(on_device.DEVICE), judge.to(on_device.DEVICE)
 
     def judged(judge: nn.Module, batch: Tensor) -> Tensor:
         with torch.no_grad():
@@ -292,6 +300,8 @@ def test_a_discriminator_that_another_trainer_trains() -> None:
     def train(compiled: bool) -> list[float]:
         torch.manual_seed(0)
         makes, judges = nn.Linear(3, 4).double(), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        if compiled:
+            makes, judges = makes.to(on_device.DEVICE), judges.to(on_device.DEVICE)
         first, second = torch.optim.SGD(judges.parameters(), lr=0.1), torch.optim.Adam(makes.parameters(), lr=0.1)
         draw = lambda step, n: torch.randn(6, n, dtype=torch.float64, generator=torch.Generator().manual_seed(step))  # noqa: E731
         judged = lambda m, b: (m(b[0]) - 1).square().mean() + m(makes(b[1]).detach()).square().mean()  # noqa: E731

@@ -261,9 +261,10 @@ def test_a_sharded_model_is_freed_and_has_rank_0s_values() -> None:
 def test_memory_limit_says_how_much_is_needed() -> None:
     model = zoo.build("llama")
     opt = torch.optim.AdamW(model.parameters())
+    limit = 100 if on_device.DEVICE == "cpu" else 50  # of a device's memory all but what one op needs can leave
     with pytest.raises(interlace.InterlaceError) as e:
-        interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(2, 0), interlace.Config(memory_limit="100kB"))
-    assert "the limit of 100000 bytes: the smallest schedule that was found needs" in str(e.value)
+        interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(2, 0), interlace.Config(memory_limit=f"{limit}kB"))
+    assert f"the limit of {limit}000 bytes: the smallest schedule that was found needs" in str(e.value)
     assert "raise it to 1MiB, use more ranks" in str(e.value)
     with pytest.raises(interlace.InterlaceError, match=r"memory_limit is 97.66 KiB; raise it to 1MiB, use more ranks.*; no search runs"):
         plain = interlace.Config(memory_limit="100kB", schedule=[])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import ranks
 import tensor_models
@@ -95,7 +96,7 @@ def bare(config: dict[str, Any]) -> dict[str, str]:
     model, _, trainer, scheduler = start(config)
     steps(trainer, 0, 2, scheduler)
     now = trainer.state_dict(all_ranks=True)
-    prompt = zoo.tokens(1, 9)["input_ids"]
+    prompt = on_device.there(zoo.tokens(1, 9)["input_ids"])
     with trainer.whole_parameters(changes=False):
         text = model.generate(prompt, max_new_tokens=3, do_sample=False)
     calls: dict[str, Callable[[], bool]] = {
@@ -280,7 +281,7 @@ def differing(change: str) -> str:
             if change == "values":
                 p.add_(trainer.rank)
             elif trainer.rank == 1:
-                p.data = torch.zeros(3, dtype=torch.float64)
+                p.data = torch.zeros(3, dtype=torch.float64, device=p.device)
     except interlace.InterlaceError as e:
         assert change != "shape" or same(trainer.state_dict(all_ranks=True), before)
         return str(e)
@@ -315,12 +316,12 @@ def test_a_save_on_one_rank_says_that_every_rank_must(tmp_path: Path) -> None:
 def test_a_loop_of_somebody_else_is_told() -> None:
     model, optimizer, trainer, _ = start({})
     with pytest.warns(UserWarning, match=r"test_usable.py:\d+: backward\(\) through a model that interlace.compile was given"):
-        zoo.causal_loss(model, zoo.tokens(4, 0)).backward()
+        zoo.causal_loss(model, on_device.there(zoo.tokens(4, 0))).backward()
     with pytest.raises(interlace.InterlaceError, match=r"trainer.step\(batch\) computes the gradients"):
         optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        zoo.causal_loss(model, zoo.tokens(4, 1)).backward()  # said once
+        zoo.causal_loss(model, on_device.there(zoo.tokens(4, 1))).backward()  # said once
         trainer.step(zoo.tokens(4, 0))
         trainer.close()
         optimizer.step()  # their own again

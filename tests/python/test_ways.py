@@ -213,7 +213,7 @@ def test_a_flag_in_a_buffer() -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert model.started == seen.started == 1
-            assert torch.allclose(model.mean, seen.mean, rtol=1e-12)
+            assert torch.allclose(model.mean.cpu(), seen.mean, rtol=1e-12)
             assert trainer.evaluate(batches[5])["loss"].item() == pytest.approx(call(seen, batches[5]).item(), rel=1e-9)
     with pytest.raises(CaptureError, match=r"test_ways.py:\d+: the model branches on 'started', which it changes"):
         trainer_of(Started().double(), accumulation=3)

@@ -281,7 +281,9 @@ class Replay(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         found = next(self._left, [])
         shape = args[0].shape if info.mutated and found else found[0].shape if found else None
-        if not found or found[0].shape != shape:
+        if func is torch.ops.aten.native_dropout.default and len(found) == 1:  # of devices; the program has what torch has on CPUs
+            return args[0] * (found[0] / (1 - args[1])), found[0].bool()
+        if not found or found[0].shape != shape or len(found) < len(func._schema.returns):
             raise CaptureError("what is read had the loss function draw other random numbers than the program does; draw them in any case")
         if info.mutated:
             return args[0].copy_(found[0])

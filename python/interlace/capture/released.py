@@ -43,7 +43,8 @@ _IS_META = getattr(Tensor, "is_meta").__get__  # noqa: B009 (typed as bool)  # w
 
 def user_line() -> str:
     """ "script.py:12", the innermost line that is the user's own: of no installed package, nor of Python's library, nor ours."""
-    return line_now(lambda file: not is_installed(file)) or "(no line of yours)"
+    waiting = (f for f in sys._current_frames().values() if f.f_code.co_name == "_engine_run_backward")  # for a thread of a device
+    return next(filter(None, (line_now(lambda file: not is_installed(file), f) for f in (None, *waiting))), "(no line of yours)")
 
 
 class Released(nn.Parameter):

@@ -66,9 +66,9 @@ def user_globals(traceback: TracebackType | None) -> dict[str, Any] | None:
     return found.tb_frame.f_globals if found is not None else None
 
 
-def line_now(is_own: Callable[[str], bool] = is_user_file) -> str:
-    """ "/home/.../file.py:12" of the user's line that runs now, in a file that `is_own`."""
-    frame: FrameType | None = sys._getframe(1)
+def line_now(is_own: Callable[[str], bool] = is_user_file, frame: FrameType | None = None) -> str:
+    """ "/home/.../file.py:12" of the user's line that runs now (with `frame`, that is there), in a file that `is_own`."""
+    frame = frame or sys._getframe(1)
     while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._higher_order_ops.cond import cond
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from interlace.capture.constants import Constants
 from interlace.capture.loss import LossForm
@@ -25,6 +25,8 @@ from interlace.capture.numbers import math_of_numbers
 from interlace.capture.patches import patched
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
+
+_RECURRENT = [kind + of for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu") for of in ("", "_cell")]
 
 
 @contextlib.contextmanager
@@ -53,7 +55,11 @@ def tensors_in_lists(constants: Constants) -> Iterator[None]:
         dtype = dtype or (torch.get_default_dtype() if fill_value.is_floating_point() else torch.int64)
         return fill_value.to(dtype).expand(size).clone().requires_grad_(requires_grad)
 
-    with patched(torch, tensor=made, full=filled), _tensors_as_indices(constants), math_of_numbers(constants), _dense_gradients():
+    def traced(function: Any) -> Any:  # compares devices before there is an operator: also what a loss function keeps on one, as a value
+        return lambda *args: function(*tree_map_only(torch.Tensor, lambda t: t if t.device.type == "cpu" else t.detach(), args))
+
+    with patched(torch, tensor=made, full=filled), _tensors_as_indices(constants), math_of_numbers(constants), _dense_gradients(), \
+            patched(torch._VF, **{name: traced(getattr(torch._VF, name)) for name in _RECURRENT}):  # fmt: skip
         yield
 
 
