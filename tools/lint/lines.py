@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-CPP = 65_590  # src and tools, without tests and code for tests; to become 42,000
-PYTHON = 36_985  # to become 16,500
+CPP = 65_605  # src and tools, without tests and code for tests; to become 42,000
+PYTHON = 36_995  # to become 16,500
 FILE, TEST_FILE = 500, 560  # one file; split it by what it says, not in the middle
 FOR_TESTS = re.compile(r"_(test|fuzz)\.cc$|/testing/|_test_support\.h$")
 
