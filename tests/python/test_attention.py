@@ -11,6 +11,8 @@ import pytest
 import torch
 from interlace._runtime import testing
 from runtime_support import language_loss, llama, tokens
+from torch import nn
+from torch.nn import functional as F
 
 import interlace
 
@@ -222,6 +224,35 @@ def test_a_training_uses_it_unless_torch_is_asked_for() -> None:
     assert not torch.equal(ours, torchs)  # that torch's kernel has eager's bits: tests/python/test_runtime_models.py
     for found in (torchs, ours):
         torch.testing.assert_close(found, eager.get_input_embeddings().weight)
+
+
+class Read(nn.Module):
+    """Attention with dropout, torch's function or written out, and a number that Python reads of it."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.written, self.kept = nn.Linear(8, 8), nn.Linear(8, 3), written, list[float]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)[:, None]
+        if self.written:
+            y = F.dropout((y @ y.transpose(-2, -1) * 0.5).softmax(-1), 0.3) @ y
+        else:
+            y = F.scaled_dot_product_attention(y, y, y, dropout_p=0.3)
+        self.kept.append(y.sum().item())
+        return self.last(y).sum((1, 2))
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_with_dropout_beside_what_python_reads(written: bool) -> None:
+    """The Python that runs again for the number has the program's draws: its loss is compared with the program's in each step."""
+    torch.manual_seed(0)
+    model, x = Read(written), torch.randn(4, 6, 8)
+    with interlace.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).square().mean(), x, interlace.Config(schedule=[], cache="off")
+    ) as trainer:
+        losses = [trainer.step(x).item() for _ in range(3)]
+    assert len(set(losses)) == 3 and len(set(model.kept[-3:])) == 3, "each step draws others"
 
 
 def test_kernels_are_one_of_two() -> None:

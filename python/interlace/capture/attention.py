@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ def attention_with_dropout(wanted: OneAttention | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_attention() -> Iterator[None]:
-    """While a trace runs, and not around a look at what the model has changed: of what calls torch.nn.functional's function."""
+def one_attention(here: Callable[[], bool]) -> Iterator[None]:
+    """While a trace runs, and not around a look at what the model has changed: of what calls torch.nn.functional's function `here`."""
     if (wanted := _wanted[-1]) is None or not wanted.drops:
         yield
         return
@@ -75,7 +75,7 @@ def one_attention() -> Iterator[None]:
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        if isinstance(dropout_p, float) and 0 < dropout_p < 1 and isinstance(query, FakeTensor):
+        if isinstance(dropout_p, float) and 0 < dropout_p < 1 and isinstance(query, FakeTensor) and here():
             q, k, v, mask = (_cast(t) for t in (query, key, value, attn_mask))
             if fits(q, k, v, mask, is_causal, enable_gqa):
                 return fused(q, k, v, mask, dropout_p, is_causal, scale)

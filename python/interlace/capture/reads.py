@@ -222,23 +222,23 @@ class Telling:
 
     def __init__(self, recorder: Any, opened: Collection[str], blank: bool) -> None:
         """`blank`: what is no tensor nor plain (caches of keys and values) is None among the results; else such a module is Hidden."""
-        self.opened, self.results, self.blank, self._recorder, self._inside = opened, list[Any](), blank, recorder, False
+        self.opened, self.results, self.blank, self._recorder, self.inside = opened, list[Any](), blank, recorder, False
         self.given: list[list[Tensor]] = []  # by modules that are open
         self._call = nn.Module.__call__
 
     def replaces(self, module: nn.Module) -> bool:
-        return not self._inside and id(module) in self._recorder.sites.paths
+        return not self.inside and id(module) in self._recorder.sites.paths
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self._recorder.sites.paths[id(module)] in self.opened:
             result = self._call(module, *args, **kwargs)
             self.given.append([self._recorder.snapshot(t) for t in _tensors(result)])
             return result
-        self._inside = True
+        self.inside = True
         try:
             result = module(*args, **kwargs)
         finally:
-            self._inside = False
+            self.inside = False
         others = [p for p, x in leaves(result, objects=False) if not (isinstance(x, Tensor) or plain(x))]
         if others and not self.blank:
             raise Hidden(self._recorder.sites.paths[id(module)])

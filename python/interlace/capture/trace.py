@@ -191,7 +191,9 @@ class Trace:
             stack.enter_context(followed_modules(self.sites, self.told or self._opaque))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # what is wrapped in torch.compile runs as it is
             stack.enter_context(known_seeds(rec.own_draws.reseeded))
-            for one in (one_attention(), reading(rec.reads), without_backward(lambda: rec.part == "bwd"), tensors_in_lists(self.constants)):
+            told = self.told  # Python that runs again draws what torch's own function draws
+            stack.enter_context(one_attention(lambda: told is None or told.inside))
+            for one in (reading(rec.reads), without_backward(lambda: rec.part == "bwd"), tensors_in_lists(self.constants)):
                 stack.enter_context(one)
             stack.enter_context(plainly())
             stack.enter_context(regions_of(device_type(t.real for t in model_tensors)))
