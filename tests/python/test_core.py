@@ -41,7 +41,7 @@ def test_lists_name_what_the_program_declares() -> None:
     assert (up["name"], up["dtype"], up["shape"], up["strides"]) == ("up.weight", "f32", [8, 5], [5, 1])
     assert (up["trainable"], up["group"], up["unit"], up["unit_offset"], up["aliases"]) == (True, 0, 0, 0, [])
     assert program.params()[4]["group"] is None and not program.params()[4]["trainable"]
-    assert program.units()[0] == {"id": 0, "axis": "dp", "replicas": "", "dtype": "f32", "numel": 64, "shard": 32}
+    assert program.units()[0] == {"id": 0, "axis": "dp", "replicas": "", "dtype": "f32", "numel": 64, "shard": 32, "part": 32}
     roles = {(s["unit"], s["role"]): s["persistent"] for s in program.states()}
     assert roles[0, "shard"] and roles[0, "exp_avg_sq"] and roles[1, "momentum"] and not roles[0, "grad"]
     assert (3, "grad") not in roles  # an unused parameter has no gradient
