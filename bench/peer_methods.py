@@ -352,15 +352,6 @@ METHODS = {
             ours=True,
         ),
         Method(
-            "hybrid-next",
-            "interlace search on the mesh, parts gathered in the next step",
-            "hybrid",
-            "interlace",
-            lambda s: interlace_search(s, as_fsdp2=False, hybrid=True, after="reposition_update"),
-            ours=True,
-            by_name=True,
-        ),
-        Method(
             "hybrid-zero1",
             "interlace zero1 on the mesh, searched, parameters gathered in the next step",
             "hybrid",

@@ -66,7 +66,8 @@ class Counter {
     if (bytes == nullptr) return;
     for (size_t i = 0; i < op.units.size() && i < op.results.size(); ++i) {
       const Unit& unit = program_.units[op.units[i]];
-      *bytes += repeats * (unit.numel - unit.shard) * DTypeBytes(program_.value(op.results[i]).type.dtype);
+      const int64_t elements = op.Attr(kParts) != nullptr ? unit.shard - unit.part : unit.numel - unit.shard;
+      *bytes += repeats * elements * DTypeBytes(program_.value(op.results[i]).type.dtype);
     }
   }
 

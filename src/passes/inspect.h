@@ -32,7 +32,7 @@ struct ProgramSummary {
   std::vector<std::string> largest_unit_params;
   int64_t largest_unit_bytes = 0;  // of the full buffer
   // Of one step and one rank.
-  int64_t gathered_bytes = 0;  // received: (n - 1) shards a gather
+  int64_t gathered_bytes = 0;  // received: (n - 1) shards a gather, or parts, of replicas
   int64_t reduced_bytes = 0;   // received: (n - 1) shards a reduce-scatter
   // Gradient bytes of one step: written by the op that makes them, copied there, added to what was there.
   int64_t placed_gradient_bytes = 0, copied_gradient_bytes = 0, added_gradient_bytes = 0;

@@ -3,6 +3,7 @@
 #include "base/testing/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
+#include "passes/inspect.h"
 #include "passes/pass_test_support.h"
 #include "passes/search.h"
 
@@ -21,6 +22,10 @@ TEST(Mesh, HybridShardingWithStatesOverReplicasOfAnMlp) {
                RunText(GoldenInput("mlp.il"),
                        "canonicalize,mesh(axes=replica:2+dp:2),shard(axis=dp,replicas=replica,states=all),"
                        "update(clip=1.0),reposition_update"));
+  Program program = std::move(*Parse(GoldenInput("mlp.il"), "test"));
+  ASSERT_EQ(ErrorOf(Apply(program, "canonicalize,mesh(axes=replica:2+dp:2),shard(replicas=replica,states=all),update")),
+            "no error");
+  EXPECT_EQ(Summarize(program).gathered_bytes, (5 * 64 + 3 * 32) * 4) << "five gathers within dp, three of parts";
 }
 
 // The parts that replicas gather hide in the next step: a search that may leave them to it is faster, with the same

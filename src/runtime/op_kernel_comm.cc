@@ -216,6 +216,8 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
       return OpError(context, op, "no process group was given for the mesh axis \"" + axis + "\"");
     kernel->comm = found->second;
   }
+  const bool whole = kernel->collective == Collective::kAllReduce;
+  const int64_t factor = whole ? 1 : context.program.AxisSize(RanksOf(context.program, op).axes);
   kernel->label = op.name;
   for (UnitId unit : op.units) kernel->label += " u" + std::to_string(unit);
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -228,8 +230,6 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
     item.placed = context.has_place(result.id);
     if (item.placed) item.target = TargetOf(context, result.id);
     const Geometry& from = context.geometry[operands[i]];
-    const int64_t factor =
-        kernel->collective == Collective::kAllReduce ? 1 : context.program.AxisSize(RanksOf(context.program, op).axes);
     const bool gather = kernel->collective == Collective::kGather;
     if ((gather ? item.geometry->elements : from.elements) !=
             factor * (gather ? from.elements : item.geometry->elements) ||
