@@ -117,7 +117,7 @@ class Run:
         """A unit's flat buffer; of a sharded one on several ranks, the shards of all."""
         if (unit, "full") in states:
             return self.executor.tensor(states[unit, "full"])
-        own = self.executor.tensor(states[unit, "shard"])
+        own = self.executor.tensor(states[unit, "shard"]).cpu()
         if not dist.is_initialized():
             return own
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]

@@ -144,11 +144,15 @@ def train(kind: str, cache: Path, least: int = 5, **config: Any) -> tuple[list[i
     return [after - before for before, after in itertools.pairwise(looped)], losses
 
 
+of_the_host = pytest.mark.host("a device has kernels of its own for a captured step")
+
+
 def alike(*runs: list[float]) -> bool:
     count = min(map(len, runs))
     return all(run[:count] == runs[0][:count] for run in runs) and len(set(runs[0])) == len(runs[0])
 
 
+@of_the_host
 def test_a_training_takes_them_up_without_another_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with inductor.patch({"cpp.cxx": script(tmp_path / "broken", BROKEN)}):
         without, expected = train("taken up", tmp_path / "other")
@@ -164,11 +168,13 @@ def test_a_training_takes_them_up_without_another_bit(tmp_path: Path, caplog: py
     assert caplog.text == ""
 
 
+@of_the_host
 def test_compiled_regions_and_loops_are_made_beside_one_another(tmp_path: Path) -> None:
     looped, _ = train("regions", tmp_path, regions="on")
     assert looped[0] == 0 and looped[-1] > 0
 
 
+@of_the_host
 def test_without_a_compiler_it_is_said_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with inductor.patch({"cpp.cxx": script(tmp_path / "none", "exit 1\n")}):
         looped, _ = train("ends", tmp_path / "cache")
@@ -200,6 +206,7 @@ def test_loops_with_other_bits_are_not_used(tmp_path: Path) -> None:
         testing.rule_step(text, 0, flats, [0.5] * 12, compiled=True)
 
 
+@of_the_host
 def test_a_training_that_ends_leaves_no_compiler(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with inductor.patch({"cpp.cxx": script(tmp_path / "cc", HANGS.format(file=file))}):
@@ -214,6 +221,7 @@ def on_a_rank(cache: str) -> tuple[list[int], list[float]]:
     return train("ranks", Path(cache))
 
 
+@of_the_host
 def test_ranks_take_them_up_each_by_itself(tmp_path: Path) -> None:
     """One compiles, the other waits for it; their steps need not be the same ones."""
     (first, losses), (second, others) = ranks.run(on_a_rank, 2, str(tmp_path))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import chakra_decoder
+import on_device
 import pytest
 import ranks
 import torch
@@ -91,7 +92,7 @@ def test_file_is_a_trace_of_both_ranks(traced) -> None:
     _, trace, text = traced
     _core.testing.check_chrome_trace(text)
     assert trace["producer"] == "measured" and trace["distributedInfo"]["world_size"] == 2
-    assert trace["distributedInfo"]["backend"] == "tcp"
+    assert trace["distributedInfo"]["backend"] == ("tcp" if on_device.DEVICE == "cpu" else "native")
     assert {e["pid"] for e in trace["traceEvents"]} == {0, 1}
     for rank in (0, 1):
         assert events(trace, rank, "compute")

@@ -14,7 +14,7 @@ import zoo
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
     h = hashlib.sha256()
-    for name, t in weights.items():
+    for name, t in sorted(weights.items()):  # a file's order is that of the stages
         h.update(name.encode() + t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
 

@@ -97,6 +97,13 @@ def test_the_numbers_of_one_process(name: str) -> None:
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
+def test_a_border_where_few_rows_are_less_than_a_weight() -> None:
+    """Of many rows the weight is less to send, of few the gradient: what crosses is settled once, for all stages."""
+    settings: list[dict[str, Any]] = [{"mesh": {"pp": 2, "dp": (2, 1)}, "stages": "mpnet.encoder.layer.1.attention.attn.o.weight"}]
+    for distance in ranks.run(distances, 3, "mpnet", settings, timeout_s=300)[0]:
+        assert distance.within(1e-9), distance
+
+
 def of_other_lengths(name: str) -> list[parity.Distance]:
     """Batches whose tokens are fewer at every second step."""
     whole = tensor_models.batch_of

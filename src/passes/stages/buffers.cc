@@ -11,23 +11,26 @@
 namespace interlace::stages {
 namespace {
 
-int32_t FirstBackward(const Program& program, const Phase& phase) {
-  const auto first =
-      std::find_if(phase.ops.begin(), phase.ops.end(), [&](OpId id) { return program.op(id).part == Part::kBackward; });
-  return static_cast<int32_t>(first - phase.ops.begin());
-}
+class Edit {
+ public:
+  Edit(Program& program, Phase& phase) : program_(program), edit_(program, phase), facts_(program, phase) {
+    while (first_backward_ < edit_.size() && edit_.op(first_backward_).part != Part::kBackward) ++first_backward_;
+  }
+
+ protected:
+  Program& program_;
+  PhaseEditor edit_;
+  const PhaseFacts facts_;
+  int32_t first_backward_ = 0;
+};
 
 // What stands beside an assignment at the end of a micro-batch only because that reads it (the gather of a value that
 // `tensor` cut) goes to where its operands are there, if that is in the forward part.
 //   before: %v = add(%w, ..) ..   backward ..   %g = all_gather.start(%v)  all_gather.wait(%g)  assign(%b, %g)
 //   after:  %v = add(%w, ..)  %g = all_gather.start(%v)  all_gather.wait(%g) ..   backward ..   assign(%b, %g)
-class Values {
+class Values : Edit {
  public:
-  Values(Program& program, Phase& phase)
-      : program_(program),
-        edit_(program, phase),
-        facts_(program, phase),
-        first_backward_(FirstBackward(program, phase)) {}
+  using Edit::Edit;
 
   void Run() {
     for (int32_t i = first_backward_; i < edit_.size(); ++i) {
@@ -82,20 +85,11 @@ class Values {
       });
     });
   }
-
-  Program& program_;
-  PhaseEditor edit_;
-  const PhaseFacts facts_;
-  const int32_t first_backward_;
 };
 
-class Changes {
+class Changes : Edit {
  public:
-  Changes(Program& program, Phase& phase)
-      : program_(program),
-        edit_(program, phase),
-        facts_(program, phase),
-        first_backward_(FirstBackward(program, phase)) {}
+  using Edit::Edit;
 
   void Run() {
     std::map<ValueId, std::vector<int32_t>> changes;  // by buffer
@@ -152,9 +146,7 @@ class Changes {
   void Keep(ValueId buffer, int32_t place, const Put& put) {
     std::vector<int32_t> late;
     for (int32_t i : facts_.uses[buffer]) {
-      if (i >= first_backward_ &&
-          facts_.writes[buffer].end() == std::find(facts_.writes[buffer].begin(), facts_.writes[buffer].end(), i))
-        late.push_back(i);
+      if (i >= first_backward_ && std::ranges::count(facts_.writes[buffer], i) == 0) late.push_back(i);
     }
     if (late.empty()) return;
     const Type type = program_.value(buffer).type;
@@ -184,11 +176,6 @@ class Changes {
       if (id != kNone && program_.RootOf(id) == buffer) program_.value(id).root = copy;
     }
   }
-
-  Program& program_;
-  PhaseEditor edit_;
-  const PhaseFacts facts_;
-  const int32_t first_backward_;
 };
 
 }  // namespace

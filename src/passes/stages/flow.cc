@@ -1,11 +1,13 @@
 #include "passes/stages/flow.h"
 
 #include <algorithm>
+#include <numeric>
 #include <span>
 
 #include "ir/op_table.h"
 #include "passes/phase_editor.h"
 #include "passes/sharding.h"
+#include "passes/stages/recut.h"
 
 namespace interlace::stages {
 namespace {
@@ -58,6 +60,14 @@ Flow::Flow(const Program& program, const Phase& phase) : program_(program), phas
   sums_for_.assign(ops, kNone);
   for (int32_t i = 0; i < size(); ++i) {
     if (op(i).kind == OpKind::kGrad) FindSums(i, program.RootOf(op(i).args[0].value));
+  }
+  const std::string* rows = program.Meta(kStagesRows);
+  if (const auto crossings = ReadCrossings(rows == nullptr ? "" : *rows); crossings.ok() && !crossings->empty()) {
+    std::vector<ValueId> roots(values);
+    std::iota(roots.begin(), roots.end(), 0);
+    for (const auto& [root, name] : NamesOf(program, phase, roots)) {
+      if (crossings->contains(name)) known_.insert(root);
+    }
   }
   FindPositions();
   FindCrossing();
@@ -166,7 +176,7 @@ void Flow::FindCrossing() {
     }
     from = position_[from];
     if (last <= from) continue;
-    const double bytes = Bytes(root);
+    const double bytes = known_.empty() || known_.contains(root) ? Bytes(root) : kNever;
     if (const int32_t there = last_write_[root]; starts && there > from) {  // nothing is cut in flight
       change[static_cast<size_t>(from) + 1] += kNever;
       change[std::min(static_cast<size_t>(there) + 1, change.size() - 1)] -= kNever;
@@ -280,7 +290,9 @@ bool Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there, co
       const bool is_above = from >= 0 ? above[from] != 0 : below[root] == 0;  // a parameter is where it is used
       if (!sent_anyway && is_above) instead += Bytes(root);
     }
-    if (instead <= sent) above[i] = above[end] = 0, moved = true;
+    const bool crosses =
+        std::any_of(at.results.begin(), at.results.end(), [&](ValueId id) { return known_.contains(id); });
+    if (known_.empty() ? instead <= sent : !crosses) above[i] = above[end] = 0, moved = true;
   }
   return moved;
 }

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <vector>
 
 #include "ir/program.h"
@@ -79,6 +80,7 @@ class Flow {
   std::vector<ValueId> sums_for_;              // by op
   std::vector<int32_t> position_;              // by op
   std::vector<double> crossing_;               // by position
+  std::set<ValueId> known_;                    // crosses in the program for more rows, and so here; or empty
   Binding largest_;
 };
 
