@@ -153,7 +153,7 @@ class Generator {
   }
 
   void Layer() {
-    switch (random_() % 15) {
+    switch (random_() % 16) {
       case 0:
       case 1:
       case 2:
@@ -180,6 +180,8 @@ class Generator {
         return Shift();
       case 13:
         return Masked();
+      case 14:
+        return Positions();
       default:
         return TwoBiases();
     }
@@ -209,6 +211,16 @@ class Generator {
     OnBackward(x_, [=, this](ValueId g) {
       AddGrad(x, g);
       if (Trains(bias)) AddGrad(bias, SumRows(g));
+    });
+  }
+
+  // The gradient of what is behind is the parameter's own, handed on.
+  void Positions() {
+    ValueId x = x_, positions = NewParam(Sizes(x), "positions", true);
+    x_ = Emit("aten.add.Tensor", {V(x), V(positions)}, Contiguous(Sizes(x)));
+    OnBackward(x_, [=, this](ValueId g) {
+      AddGrad(x, g);
+      AddGrad(positions, g);
     });
   }
 

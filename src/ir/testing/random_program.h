@@ -1,7 +1,7 @@
 // random_program.h — captured training steps that are legal but odd, for testing passes: tied and unused parameters,
 // frozen ones, scalars and sizes that divide by nothing, transposed and broadcast gradients, one value that is the
-// gradient of two parameters, buffers assigned and mutated in place, dropout, constants, dead code. The interpreter
-// runs all of them.
+// gradient of two parameters, one that is handed on to the layers before, buffers assigned and mutated in place,
+// dropout, constants, dead code. The interpreter runs all of them.
 #pragma once
 
 #include <cstdint>
