@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -418,3 +420,18 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rank 0 of 2 loss" in done.stdout and "rank 1 of 2 loss" in done.stdout
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def let_go(config: dict[str, Any]) -> list[bool]:
+    model = Mixed()
+    trainer = interlace.compile(model, torch.optim.AdamW(model.parameters()), mixed_loss, mixed_batch(2, 0), interlace.Config(**config))
+    trainer.step(mixed_batch(2, 0))
+    there = weakref.ref(trainer), weakref.ref(trainer._run.executor)
+    del trainer
+    gc.collect()
+    return [x() is None for x in there]
+
+
+@pytest.mark.parametrize("size, config", [(1, {}), (2, {"strategy": "shard"}), (2, {"strategy": "zero1", "schedule": []})], ids=str)
+def test_a_trainer_that_nobody_closes_leaves_no_memory(size: int, config: dict[str, Any]) -> None:
+    assert ranks.run(let_go, size, config) == [[True, True]] * size

@@ -108,7 +108,8 @@ class Peers:
         self.locate: Callable[[int], str] = lambda rank: ""
         self.groups = Groups(device, self.rank, self.size, timeout_s)
         self._aborted: PeerError | None = None  # why a device's groups were, by the thread of places
-        self.places = Places(self._store, self.rank, self.size, self._somebody_lost, sever if device.type == "cpu" else self.groups.abort)
+        lost = weakref.WeakMethod(self._somebody_lost)  # or the thread of places would keep this, and a trainer that nobody closes
+        self.places = Places(self._store, self.rank, self.size, lambda: (lost() or bool)(), sever if device.type == "cpu" else self.groups.abort)
 
     # ---- agreement through the store ----
 
