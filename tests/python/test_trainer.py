@@ -422,16 +422,24 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def let_go(config: dict[str, Any]) -> list[bool]:
-    model = Mixed()
+class Branching(Mixed):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if float(self.scale.sum()) > 0 else 1.0)
+
+
+def let_go(kind: type[nn.Module], config: dict[str, Any]) -> list[bool]:
+    model = kind()
     trainer = interlace.compile(model, torch.optim.AdamW(model.parameters()), mixed_loss, mixed_batch(2, 0), interlace.Config(**config))
     trainer.step(mixed_batch(2, 0))
-    there = weakref.ref(trainer), weakref.ref(trainer._run.executor)
-    del trainer
+    there = [weakref.ref(x) for x in (trainer, trainer._run.executor, model, model.embed.weight)]
+    del trainer, model
     gc.collect()
     return [x() is None for x in there]
 
 
-@pytest.mark.parametrize("size, config", [(1, {}), (2, {"strategy": "shard"}), (2, {"strategy": "zero1", "schedule": []})], ids=str)
-def test_a_trainer_that_nobody_closes_leaves_no_memory(size: int, config: dict[str, Any]) -> None:
-    assert ranks.run(let_go, size, config) == [[True, True]] * size
+@pytest.mark.parametrize(
+    "size, kind, config",
+    [(1, Mixed, {}), (1, Branching, {"fullgraph": False}), (2, Mixed, {"strategy": "shard"}), (2, Mixed, {"schedule": []})],
+)
+def test_a_trainer_that_nobody_closes_leaves_no_memory(size: int, kind: type[nn.Module], config: dict[str, Any]) -> None:
+    assert ranks.run(let_go, size, kind, config) == [[True] * 4] * size

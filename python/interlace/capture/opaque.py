@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -353,8 +354,7 @@ class _Opaque(torch.autograd.Function):
         before = [recorder.snapshot(buffers[n]) for n in call.buffers]
         results = recorder.call_python(call.key, "forward", operands, [(m.dtype, m.size) for m in metas], call.random)
         outputs = results[: len(call.outputs)]
-        ctx.recorder, ctx.call = recorder, call
-        ctx.num_inputs = len(call.inputs) + len(call.params)
+        ctx.recorder, ctx.call, ctx.num_inputs = weakref.ref(recorder), call, len(call.inputs) + len(call.params)  # no cycle through C++
         # Backward wants the buffers as they are now, before they are written here or by what follows.
         kept = [*operands[: len(operands) - len(before)], *before]
         ctx.save_for_backward(*kept, *([results[-1]] if call.random else []))
@@ -371,7 +371,7 @@ class _Opaque(torch.autograd.Function):
         needs = ctx.needs_input_grad[3 : 3 + ctx.num_inputs]
         call.wanted = [i for i, n in enumerate(needs) if n]
         metas = [(saved[i].dtype, tuple(saved[i].shape)) for i in call.wanted]
-        results = ctx.recorder.call_python(call.key, "backward", [*used, *saved], metas, False)
+        results = ctx.recorder().call_python(call.key, "backward", [*used, *saved], metas, False)
         given = dict(zip(call.wanted, results, strict=True))
         return None, None, None, *(given.get(i) for i in range(len(saved) - call.random))
 
