@@ -416,8 +416,10 @@ def fsdp2(device: str) -> list[float]:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)).to(device)
+    backend = dist.get_default_backend_for_device(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),), backend_override={0: backend})
     for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=init_device_mesh(device, (dist.get_world_size(),)))
+        fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []

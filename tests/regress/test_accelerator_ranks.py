@@ -68,7 +68,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "shard": {},
     # Said, since the search may change it at the swap, and with it the order in which gradients are added up.
     "zero1, accumulation": {"strategy": "zero1", "accumulation": 4, "accumulate_mode": "reduce_each"},
-    "limit": {"memory_limit": 1_250_000},
+    "limit": {"memory_limit": 1_250_000, "tier": "host"},  # a device may always send states there, a CPU where it is said
     "host memory": {"memory_limit": 1_100_000, "tier": "host"},
 }
 
