@@ -69,7 +69,7 @@ soak: build  ## the long runs of tests that `make test` samples, and forty minut
 	@$(SETUP) test
 	@$(PY) -m pytest -m soak $(ARGS)
 	@INTERLACE_DEVICE=soft $(PY) -m pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)
-	@INTERLACE_DEVICE=soft $(PY) -m pytest -m soak -n $(JOBS) --dist loadfile tests/regress tests/python/test_accelerator_faults.py tests/python/test_trainer_bits.py tests/python/test_parity.py tests/python/test_hybrid.py $(ARGS)
+	@INTERLACE_SOAK=1 INTERLACE_DEVICE=soft $(PY) -m pytest -n $(JOBS) --dist loadfile tests/regress tests/python/test_accelerator_faults.py tests/python/test_arena_accelerator.py tests/python/test_trainer_bits.py tests/python/test_parity.py tests/python/test_hybrid.py $(ARGS)
 	@INTERLACE_SOAK=1 $(MAKE) --no-print-directory core-test
 	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=2400
 
