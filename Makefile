@@ -68,8 +68,8 @@ zoo: build  ## train public model classes, one rank against eager, two against o
 soak: build  ## the long runs of tests that `make test` samples, and forty minutes of fuzzing
 	@$(SETUP) test
 	@$(PY) -m pytest -m soak $(ARGS)
-	@INTERLACE_DEVICE=soft $(PY) -m pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)
-	@INTERLACE_SOAK=1 INTERLACE_DEVICE=soft $(PY) -m pytest -n $(JOBS) --dist loadfile tests/regress tests/python/test_accelerator_faults.py tests/python/test_arena_accelerator.py tests/python/test_trainer_bits.py tests/python/test_parity.py tests/python/test_hybrid.py $(ARGS)
+	@INTERLACE_SOAK=1 INTERLACE_DEVICE=soft $(PY) -m pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)
+	@INTERLACE_SOAK=1 INTERLACE_DEVICE=soft $(PY) -m pytest -m soak -n $(JOBS) --dist loadfile tests/regress tests/python/test_accelerator_faults.py tests/python/test_trainer_bits.py tests/python/test_parity.py tests/python/test_hybrid.py $(ARGS)
 	@INTERLACE_SOAK=1 $(MAKE) --no-print-directory core-test
 	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=2400
 

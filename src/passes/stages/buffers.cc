@@ -11,6 +11,7 @@
 namespace interlace::stages {
 namespace {
 
+// A phase under way, and where its backward part begins.
 class Edit {
  public:
   Edit(Program& program, Phase& phase) : program_(program), edit_(program, phase), facts_(program, phase) {

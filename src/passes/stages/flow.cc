@@ -12,7 +12,7 @@
 namespace interlace::stages {
 namespace {
 
-constexpr double kNever = 1e18;  // bytes
+constexpr double kNever = 0x1p40;  // bytes; sums of thousands, and what is beside them, are exact
 
 }  // namespace
 
